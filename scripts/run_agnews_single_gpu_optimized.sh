@@ -61,7 +61,7 @@ if [ "$told" = 1 ] && { [ "$code" -eq 75 ] || [ "$code" -eq 138 ]; }; then
   # 75: saved. 138: the signal came before there was anything to save.
   echo "$(date '+%F %T') stopped in time: back into the queue"
   if scontrol requeue "$SLURM_JOB_ID"; then exit 0; fi
-  echo "the job cannot be requeued; go on by hand with: --out $run --resume auto" >&2
+  echo "the job cannot be requeued; continue by hand with: --out $run --resume auto" >&2
 elif [ "$code" -ne 0 ]; then
   { grep -lE 'Traceback|Error|^frameworm: ' "$logs"/rank-*.log 2>/dev/null || true; } | head -n 4 |
     while IFS= read -r file; do

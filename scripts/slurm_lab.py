@@ -35,9 +35,9 @@ from types import TracebackType
 
 PREFIX = "fwslurm"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
-START_LIMIT_S = 30.0
+START_LIMIT_S = 120.0
 STOP_LIMIT_S = 15.0
-COMMAND_LIMIT_S = 20.0
+COMMAND_LIMIT_S = 80.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 # Shared memory and processor accounting by cgroups need a machine of one's own; plain process tracking does not.

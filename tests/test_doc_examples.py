@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import frameworm
 import frameworm.distributed
+from frameworm import FramewormError, compat, errors
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -44,8 +45,16 @@ def test_every_public_name_is_used_in_an_example(module: object) -> None:
     assert missing == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(cases="all")
 @pytest.mark.filterwarnings("default::UserWarning")  # of some processors' bf16
 @pytest.mark.parametrize(("title", "code"), EXAMPLES, ids=[re.sub(r"\W+", "_", title) for title, _ in EXAMPLES])
 def test_the_example_runs(title: str, code: str) -> None:
     exec(compile(code, f"docs/python.md: {title}", "exec"), {"__name__": "__main__"})
+
+
+def test_every_error_and_old_spelling_is_on_the_page() -> None:
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, FramewormError) and kind is not FramewormError:
+            assert f"| `{name}` | {(kind.__doc__ or '').splitlines()[0]} |" in TEXT
+    for spelling in compat.EVERY:
+        assert f"| `{spelling.old}` | `{spelling.new}` | {spelling.removed_in} |" in TEXT

@@ -22,7 +22,7 @@ def examples(page: str) -> list[str]:
 
 def ran(*command: str) -> subprocess.CompletedProcess[str]:
     ended = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=200, check=False, cwd=DOCS.parent
+        [sys.executable, *command], capture_output=True, text=True, timeout=280, check=False, cwd=DOCS.parent
     )
     assert ended.returncode == 0, ended.stderr
     return ended

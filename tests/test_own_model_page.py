@@ -1,4 +1,4 @@
-"""docs/own_model.md: its blocks run one after the other, and do what the page says."""
+"""docs/tutorials/own_model.md: its blocks run one after the other, and do what the page says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-PAGE = Path(__file__).parents[1] / "docs" / "own_model.md"
+PAGE = Path(__file__).parents[1] / "docs" / "tutorials" / "own_model.md"
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +18,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     first = None
     for number, block in enumerate(blocks):
-        exec(compile(block, f"docs/own_model.md, block {number + 1}", "exec"), names)
+        exec(compile(block, f"docs/tutorials/own_model.md, block {number + 1}", "exec"), names)
         first = first or names.get("result")
     result = names["result"]
     assert first is not None

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 
 import frameworm
+import frameworm.api
 import frameworm.distributed
 
 CONTRACT = {
-    frameworm: {"Trainer", "GPUConfig", "MemoryConfig"},
+    frameworm: {"FramewormError", "Trainer", "GPUConfig", "MemoryConfig"},
+    frameworm.api: {"compare", "diagnose", "plan_memory", "predict", "profile", "tune"},
     frameworm.distributed: {
         "DistributedTrainer",
         "DDPTrainer",
@@ -49,6 +53,22 @@ def test_every_name_exists_and_is_documented() -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
         frameworm.no_such_name  # noqa: B018
+
+
+def test_modules_are_reachable_and_named_in_dir() -> None:
+    code = (
+        "import frameworm as f; assert 'torch' not in __import__('sys').modules; print(f.errors, f.api, f.distributed)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
+    assert all(f"frameworm.{name}" in found for name in ("errors", "api", "distributed"))
+    assert dir(frameworm) == sorted([*frameworm.__all__, "__version__", "api", "distributed", "errors"])
+
+
+def test_every_error_is_a_frameworm_error() -> None:
+    for name, kind in vars(frameworm.errors).items():
+        if inspect.isclass(kind) and issubclass(kind, Exception):
+            assert issubclass(kind, frameworm.FramewormError), name
+            assert inspect.getdoc(kind)
 
 
 def test_contract_signatures() -> None:

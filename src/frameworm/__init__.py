@@ -6,10 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from frameworm import api as api
+    from frameworm import distributed as distributed
+    from frameworm import errors as errors
     from frameworm.config.load import load_config
     from frameworm.config.schema import Config, GPUConfig, MemoryConfig
     from frameworm.engine.run import run
     from frameworm.engine.trainer import Trainer
+    from frameworm.errors import FramewormError
     from frameworm.models.workloads import Workload
     from frameworm.observe.loggers.protocol import Logger
     from frameworm.observe.monitor import PerformanceMonitor
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Callback",
     "Config",
+    "FramewormError",
     "GPUConfig",
     "Logger",
     "MemoryConfig",
@@ -37,6 +42,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Callback": ("frameworm.records.events", "Listener"),
     "Config": ("frameworm.config.schema", "Config"),
+    "FramewormError": ("frameworm.errors", "FramewormError"),
     "GPUConfig": ("frameworm.config.schema", "GPUConfig"),
     "Logger": ("frameworm.observe.loggers.protocol", "Logger"),
     "MemoryConfig": ("frameworm.config.schema", "MemoryConfig"),
@@ -50,7 +56,13 @@ _HOMES = {
 }
 
 
+# Modules that `import frameworm` alone makes reachable.
+_MODULES = ("api", "distributed", "errors")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"frameworm.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'frameworm' has no attribute {name!r}")
     module, attribute = _HOMES[name]
@@ -58,4 +70,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__", "distributed"]
+    return sorted([*__all__, *_MODULES, "__version__"])

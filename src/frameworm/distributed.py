@@ -1,4 +1,4 @@
-"""The names for distributed work, in one place."""
+"""All public names for distributed work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader
-from frameworm.engine.trainer import DDPTrainer, DistributedTrainer
+from frameworm.engine.trainer_of_ranks import DDPTrainer, DistributedTrainer
 from frameworm.launch.process_group import cleanup, setup_ddp
 from frameworm.observe.monitor import PerformanceMonitor
 from frameworm.observe.profiler import PerformanceProfiler
@@ -52,7 +52,7 @@ __all__ = [
     "setup_ddp",
 ]
 
-# Loaded when first asked for: torch takes a while to import its part of it.
+# Imported on first access, because the torch modules behind them are slow to import.
 _HOMES = {
     "RayReports": "frameworm.engine.ray_reports",
     "ZeROStage1Optimizer": "frameworm.parallel.zero_optimizer",

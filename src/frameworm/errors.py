@@ -1,8 +1,8 @@
 """Every exception a user can meet.
 
-Each message says what was wrong, where, and what to do. The command line prints the message alone and exits with
-`exit_code`; a traceback is for faults of frameworm itself. `FramewormError` is the base of all errors; Ctrl-C is no
-error (`TrainingInterruptedError`).
+Each message says what was wrong, where, and what to do. The command line prints only the message and exits with
+`exit_code`; a traceback means a bug in frameworm. `FramewormError` is the base of all errors except Ctrl-C
+(`TrainingInterruptedError`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ class FramewormError(Exception):
     """Base of all errors frameworm raises on purpose."""
 
     exit_code = 2
-    may_heal = False  # whether the same processes, started once more, may fare better
+    may_heal = False  # whether starting the same processes again may succeed
 
 
 class ConfigError(FramewormError, ValueError):
-    """A setting is unknown, has the wrong type or cannot be combined with another."""
+    """A setting is unknown, has the wrong type or conflicts with another setting."""
 
 
 class DataError(FramewormError, ValueError):
@@ -24,47 +24,53 @@ class DataError(FramewormError, ValueError):
 
 
 class EnvironmentSetupError(FramewormError, RuntimeError):
-    """The machine, the variables around the process or the other processes do not fit what was asked for."""
+    """The machine, the environment variables or the other processes do not fit the request."""
 
     may_heal = True
 
 
 class DeviceError(EnvironmentSetupError):
-    """A device was asked for that is not there."""
+    """The requested device does not exist."""
+
+    may_heal = False
+
+
+class TorchVersionError(EnvironmentSetupError):
+    """The installed torch lacks something private that frameworm uses."""
 
     may_heal = False
 
 
 class LossError(FramewormError, TypeError):
-    """The loss of a batch cannot be derived from what the model and the batch give."""
+    """No loss can be derived from the model and the batch."""
 
 
 class ModelError(FramewormError, ValueError):
-    """The model cannot be trained in the way asked for."""
+    """The model cannot be trained in the requested way."""
 
 
 class StateError(FramewormError, RuntimeError):
-    """A call came at a moment when it can no longer take effect."""
+    """A call was made at a time when it cannot take effect."""
 
 
 class CheckpointError(FramewormError, RuntimeError):
-    """A checkpoint cannot be read, or belongs to something else."""
+    """A checkpoint cannot be read, or does not belong to this model or run."""
 
 
 class NetworkModelError(FramewormError, ValueError):
-    """A measured network is missing, malformed, or does not hold what is asked of it."""
+    """A measured network is missing, malformed, or lacks what was requested."""
 
 
 class RunFolderError(FramewormError, RuntimeError):
-    """A run folder is missing, unreadable, or would be written over."""
+    """A run folder is missing, unreadable, or would be overwritten."""
 
 
 class StorageError(FramewormError, RuntimeError):
-    """Object storage refuses a request, or does not answer.
+    """Object storage refuses a request or does not answer.
 
     Attributes:
-        unreachable: No answer: the same request may succeed later.
-        missing: What was asked for does not exist.
+        unreachable: There was no answer; the same request may succeed later.
+        missing: The requested object does not exist.
     """
 
     def __init__(self, message: str, *, unreachable: bool = False, missing: bool = False) -> None:
@@ -74,11 +80,11 @@ class StorageError(FramewormError, RuntimeError):
 
 
 class BaselineError(FramewormError, ValueError):
-    """A baseline cannot be read, or is of other work than what is compared with it."""
+    """A baseline cannot be read, or measures different work from the run it is compared with."""
 
 
 class MissingPackageError(FramewormError, ImportError):
-    """An optional package is needed; the message holds the install line."""
+    """An optional package is needed; the message contains the install command."""
 
 
 class TrainingFailedError(FramewormError, RuntimeError):
@@ -88,7 +94,7 @@ class TrainingFailedError(FramewormError, RuntimeError):
 
 
 class StuckError(TrainingFailedError):
-    """Some ranks waited for others that did not come."""
+    """Some ranks waited for others that never arrived."""
 
     may_heal = True
 
@@ -101,7 +107,7 @@ class OutOfMemoryError(TrainingFailedError):
     """A step needed more memory than there is; the cause is torch's own error.
 
     Attributes:
-        rank: Whose memory it was; None when another rank's end was seen and not its place.
+        rank: Rank that ran out of memory; None if it is unknown.
         step: Number of the step.
         phase: What the step was doing.
         held: Bytes by holder: parameters, gradients, optimizer_state, rest.
@@ -127,9 +133,9 @@ class OutOfMemoryError(TrainingFailedError):
 
 
 class TrainingInterruptedError(KeyboardInterrupt):
-    """Training was stopped by Ctrl-C after saving its state; `record` is the run so far.
+    """Training was stopped by Ctrl-C and saved its state first; `record` is the run so far.
 
-    As every Ctrl-C it is no `Exception`: code that goes on after errors does not go on after this.
+    Like every Ctrl-C it is not an `Exception`, so code that catches errors does not swallow it.
     """
 
     exit_code = 130
@@ -141,7 +147,7 @@ class TrainingInterruptedError(KeyboardInterrupt):
 
 
 class TrainingPreemptedError(FramewormError, RuntimeError):
-    """Training was told to stop by SIGTERM after saving its state; `record` is the run so far."""
+    """Training was stopped by SIGTERM and saved its state first; `record` is the run so far."""
 
     exit_code = 75
 
@@ -151,4 +157,4 @@ class TrainingPreemptedError(FramewormError, RuntimeError):
 
 
 class MemoryLimitError(TrainingPreemptedError):
-    """Training stopped itself after saving its state: it came to hold more than memory.max_memory_percent."""
+    """Training saved its state and stopped because its memory grew beyond memory.max_memory_percent."""

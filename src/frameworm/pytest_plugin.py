@@ -1,6 +1,6 @@
 """The fixture `performance_guard`: a test that fails when a training step has become slower, larger or worse.
 
-pytest loads this module in every project of an environment that has frameworm: nothing heavy is imported until the
+pytest loads this module in every project whose environment has frameworm, so nothing heavy is imported until the
 fixture is used.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from frameworm.guard.regression import Judgement
+    from frameworm.guard.regression import GuardVerdict
 
 UPDATE = "--update-performance"
 
@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class PerformanceGuard:
-    """Judges a run folder or a callable by a baseline file; see docs/guard.md."""
+    """Compares a run folder or a callable with a baseline file; see docs/guard.md."""
 
     def __init__(self, name: str, *, update: bool, root: Path) -> None:
         self._name = name
@@ -46,24 +46,24 @@ class PerformanceGuard:
         warmup: int = 5,
         measured_s: float = 3.0,
         allow_different_hardware: bool = False,
-    ) -> Judgement:
-        """Fail on a regression; skip where nothing can be said: no baseline, another machine, too much noise.
+    ) -> GuardVerdict:
+        """Fail the test on a regression; skip it if there is no verdict (no baseline, another machine, too much noise).
 
         Args:
             subject: The folder of a run, or one training step as a callable without arguments.
-            baseline: The file, relative to pytest's root folder; `--update-performance` writes it.
-            max_regression: Most that a step may take longer: `10%`, 0.1, or None.
-            max_memory: Most that peak memory may grow; of a callable only the device's is measured.
-            max_accuracy_drop: Most points that validation accuracy may drop (runs).
-            max_loss_increase: Most that losses may grow (runs).
-            warmup: Calls before the measured ones.
-            measured_s: How long a callable is measured.
-            allow_different_hardware: Compare with the baseline of another machine.
+            baseline: Baseline file, relative to pytest's root folder; `--update-performance` writes it.
+            max_regression: Largest accepted increase of the step time: `10%`, 0.1, or None.
+            max_memory: Largest accepted increase of peak memory; for a callable, only device memory is measured.
+            max_accuracy_drop: Largest accepted drop of validation accuracy, in points (runs only).
+            max_loss_increase: Largest accepted increase of losses (runs only).
+            warmup: Calls before measurement starts.
+            measured_s: How long to measure a callable.
+            allow_different_hardware: Accept a baseline from another machine.
         """
         from frameworm.guard.baseline import Baseline, read_baseline, write_baseline
-        from frameworm.guard.figures import read_runs
         from frameworm.guard.limits import Limits, parse_limit
         from frameworm.guard.regression import check_fit, judge
+        from frameworm.guard.run_metrics import read_runs
         from frameworm.report.checks.guard import judgement_sentences, render_judgement
 
         __tracebackhide__ = True
@@ -97,7 +97,7 @@ class PerformanceGuard:
 
 @pytest.fixture
 def performance_guard(request: pytest.FixtureRequest) -> PerformanceGuard:
-    """Judge a training step by its baseline: `performance_guard(step, baseline="tests/perf/step.json")`."""
+    """Compare a training step with its baseline: `performance_guard(step, baseline="tests/perf/step.json")`."""
     return PerformanceGuard(
         request.node.name, update=bool(request.config.getoption(UPDATE)), root=request.config.rootpath
     )

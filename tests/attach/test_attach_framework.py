@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
-LONG_S = 110
+LONG_S = 140
 OURS = re.compile(r"\b(gpu|data|training|memory|parallel|checkpoint|observe)\.[a-z]+(_[a-z]+)*(: |=)")
 
 # Texts of 8 to 120 words, each padded to the longest of its batch; nearly half of it is padding.

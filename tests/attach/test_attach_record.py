@@ -108,6 +108,15 @@ def test_speed_from_samples_of_unequal_size_is_that_of_all_ranks(tmp_path: Path)
     assert f"{sum(shares) / 4:.2%} of the steps" in judged_run(folder, 2**20).notes[-1]
 
 
+def test_checkpoints_in_a_sample_of_the_steps_stand_for_all(tmp_path: Path) -> None:
+    write_steps(tmp_path, 0, {"forward": 0.01, "checkpoint": 0.02}, count=5_000, checkpoints=1.0)
+    folder = RunFolder(tmp_path)
+    assert folder.step_readers(2**17)[0].share < 0.2
+    checkpoint = stored_record(folder, 2**17).checkpoint
+    assert checkpoint.count == pytest.approx(5_000, rel=0.05)
+    assert checkpoint.stall_s == pytest.approx(5_000 * 0.02, rel=0.05)
+
+
 def test_record_says_what_is_missing(tmp_path: Path) -> None:
     record, series = record_of(RunFolder(tmp_path), Surroundings("profile-x", "failed", world_size=2))
     assert record.steps == 0
@@ -139,7 +148,7 @@ def test_ranks_meet_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     time.sleep(0.05)
     assert not found
     first = SharedFolder(process[0], tmp_path / "run", "profile-x")
-    waiting.join(10)
+    waiting.join(60)
     assert found == [first.find().path] == [tmp_path / "run"]
     assert first.wait_for_ranks(0.05) == [1]
     second.done()

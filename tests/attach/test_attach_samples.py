@@ -18,7 +18,7 @@ import pytest
 import frameworm.attach.hooks as attach_hooks
 from frameworm.attach import samples as attach_looks
 from frameworm.attach.frames import FrameReader, Spot, called_names, work_at
-from frameworm.attach.samples import Looks
+from frameworm.attach.samples import StackSamples
 from frameworm.attach.timeline import Mark, Stretches
 
 SCRIPT = "/project/train.py"
@@ -109,7 +109,7 @@ def test_a_line_that_calls_into_c_tells_by_itself(line: str, tmp_path: Path) -> 
 
     def hold(*_: object) -> None:
         begun.set()
-        go_on.wait(20)
+        go_on.wait(60)
 
     names: dict[str, Any] = {"total": lambda *_: hold(), "out": types.SimpleNamespace(flush=hold, write=len)}
     names |= {"time": types.SimpleNamespace(sleep=hold), "hold": 0}
@@ -117,7 +117,7 @@ def test_a_line_that_calls_into_c_tells_by_itself(line: str, tmp_path: Path) -> 
     thread = threading.Thread(target=names["between"])
     thread.start()
     try:
-        assert begun.wait(20)
+        assert begun.wait(60)
         frame = sys._current_frames()[thread.ident or 0]
         while frame.f_code.co_name != "between":
             assert frame.f_back is not None
@@ -141,8 +141,8 @@ class Clock:
         return self.now_s
 
 
-def make_looks(clock: Clock, frame: Callable[[], Any]) -> Looks:
-    return Looks(SCRIPT, lambda: True, lambda: True, lambda: {threading.get_ident(): frame()}, clock)
+def make_looks(clock: Clock, frame: Callable[[], Any]) -> StackSamples:
+    return StackSamples(SCRIPT, lambda: True, lambda: True, lambda: {threading.get_ident(): frame()}, clock)
 
 
 def step(begin_s: float, *stretches: tuple[str, float]) -> Stretches:
@@ -245,13 +245,13 @@ def test_a_thread_looks_until_nobody_watches_and_keeps_no_frame() -> None:
 
     held = Held()
     gone = weakref.ref(held)
-    looks = Looks(__file__, lambda: True, lambda: True)
+    looks = StackSamples(__file__, lambda: True, lambda: True)
     looks.credit(step(0.0, ("other", 1)), 1.0, 1.0)
     begin_s = time.perf_counter()
     looks.start()
 
     def work(kept: Held) -> None:
-        enough, deadline_s = len(looks._samples) + 5, time.perf_counter() + 20
+        enough, deadline_s = len(looks._samples) + 5, time.perf_counter() + 60
         while len(looks._samples) < enough and time.perf_counter() < deadline_s:
             pass
 
@@ -267,7 +267,7 @@ def test_a_thread_looks_until_nobody_watches_and_keeps_no_frame() -> None:
     assert summary.places[0].file == Path(__file__).name
     assert {place.function for place in summary.places} & {"work"}
     assert "frameworm-looks" not in {thread.name for thread in threading.enumerate()}
-    stopped = Looks(__file__, lambda: False, lambda: True)
+    stopped = StackSamples(__file__, lambda: False, lambda: True)
     stopped.start()
     stopped.stop(60)
     assert stopped.summary() is None
@@ -277,9 +277,9 @@ def test_an_error_of_a_look_ends_the_looks_alone() -> None:
     def fail() -> Any:
         raise RuntimeError("no frames here")
 
-    looks = Looks(SCRIPT, lambda: True, lambda: True, fail)
+    looks = StackSamples(SCRIPT, lambda: True, lambda: True, fail)
     looks.start()
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while "frameworm-looks" in {thread.name for thread in threading.enumerate()} and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert "frameworm-looks" not in {thread.name for thread in threading.enumerate()}

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import kill_tree
+from frameworm.attach import timeline
 from frameworm.attach.hooks import install
 from frameworm.attach.record import Surroundings, record_of
 from frameworm.attach.training_thread import MOVES_AFTER
@@ -46,6 +47,23 @@ def observe() -> Iterator[Callable[[], tuple[Watch, list[StepRecord]]]]:
     yield make
     for end in ends:
         end()
+
+
+class Clock:
+    """The clock of the marks, which only the delays of a test move: others that take the cores change nothing."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(timeline, "perf_counter", lambda: made.now_s)
+    return made
 
 
 def train(batches: int, delay_s: float = 0.0, loader: Any = None) -> None:
@@ -143,10 +161,12 @@ THREAD = """
 """
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_a_thread_that_outlives_the_main_one(cli: Cli, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(THREAD))
-    plain = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    plain = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     done = cli("profile", "--out", tmp_path / "run", script)
     assert done.returncode == 0
     assert done.stdout == plain.stdout != ""
@@ -154,8 +174,8 @@ def test_a_thread_that_outlives_the_main_one(cli: Cli, tmp_path: Path) -> None:
     assert summary["steps"] == 30
     assert summary["batch"]["micro"] == 4
     assert summary["wall_s"] > 30 * 0.02
-    place = summary["other_time"]["places"][0]  # the sleep, found by samples of that thread
-    assert (place["function"], place["work"]) == ("train", "waiting")
+    places = summary["other_time"]["places"]  # the sleep, found by samples of that thread
+    assert ("train", "waiting") in {(place["function"], place["work"]) for place in places}
 
 
 class FakeGraph:
@@ -313,37 +333,37 @@ class FakeStream:
 
 
 class FakeEvent:
-    """An event whose wait takes as long as it says."""
+    """An event whose wait takes `DELAY_S` by a clock."""
 
-    def __init__(self, wait_s: float = 0.0) -> None:
-        self.wait_s = wait_s
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
 
     def record(self, stream: Any = None) -> None:
         """Record."""
 
     def wait(self, stream: Any = None) -> None:
-        time.sleep(self.wait_s)
+        self.clock.sleep(DELAY_S)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 def test_a_wait_of_the_steps_stream_for_a_collective_in_another(
-    monkeypatch: pytest.MonkeyPatch, observe: Callable[..., Any]
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, observe: Callable[..., Any]
 ) -> None:
     own, sending, copying = FakeStream(), FakeStream(), FakeStream()
     current = [own]
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
-    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda: time.sleep(DELAY_S))
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda: clock.sleep(DELAY_S))
     watch, steps = observe()
     monkeypatch.setattr(Watch, "stream", own)
     loop = Loop()
     for _ in range(6):
         current.append(sending)
         dist.all_gather_into_tensor()  # the host's time in it says nothing about the device
-        gathered = FakeEvent(DELAY_S)
+        gathered = FakeEvent(clock)
         gathered.record()
         current.pop()
-        copied = FakeEvent(DELAY_S)
+        copied = FakeEvent(clock)
         copied.record(copying)
         loop.compute()
         gathered.wait(copying)  # another stream waits, the step goes on
@@ -353,35 +373,36 @@ def test_a_wait_of_the_steps_stream_for_a_collective_in_another(
     watch.finish()
     waits = [step.phases["communication_exposed"] for step in steps]
     assert len(steps) == 6
-    assert all(DELAY_S * 0.9 < wait < DELAY_S * 1.9 for wait in waits[1:]), waits
+    assert waits[1:] == pytest.approx([DELAY_S] * 5)
     assert all(step.communication_s is None for step in steps)  # how long it took in all is not known
     assert not watch.notes
 
 
 def test_what_autograd_runs_in_a_thread_of_its_own_belongs_to_backward(
-    monkeypatch: pytest.MonkeyPatch, observe: Callable[..., Any]
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, observe: Callable[..., Any]
 ) -> None:
     """As on a GPU, where hooks of the backward pass run in the device's thread."""
     watch, steps = observe()
     loop = Loop()
 
     def in_engine() -> None:
-        monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 7)
-        if watch.enter("communication_exposed"):
-            time.sleep(DELAY_S)
-            watch.leave()
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch._C, "_current_graph_task_id", lambda: 7)
+            if watch.enter("communication_exposed"):
+                clock.sleep(DELAY_S)
+                watch.leave()
 
     loop.model.weight.register_hook(lambda _: in_thread(in_engine))
     for _ in range(5):
         loop.step()
     watch.finish()
     assert len(steps) == 5
-    assert all(step.phases["communication_exposed"] >= DELAY_S * 0.9 for step in steps)
-    assert all(step.phases["backward"] < DELAY_S * 0.9 for step in steps[1:])
+    assert [step.phases["communication_exposed"] for step in steps] == pytest.approx([DELAY_S] * 5)
+    assert [step.phases["backward"] for step in steps[1:]] == pytest.approx([0.0] * 4)
 
 
-# FSDP2 in ranks that the script starts. Rank 1 is late in each step, which rank 0 waits for in the first all-gather.
+# FSDP2 in ranks that the script starts. Rank 1 is late in each step, which rank 0 waits for in the first all-gather:
+# later than all collectives of a step together, which take long where others have the cores.
 SHARDED = """
     import sys, time
     import torch
@@ -401,7 +422,7 @@ SHARDED = """
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         torch.manual_seed(rank)
         for number in range(24):
-            time.sleep(0.03 * rank)
+            time.sleep(0.2 * rank)
             model(torch.randn(8, 16)).square().mean().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -417,7 +438,6 @@ SHARDED = """
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_sharded_ranks_that_the_script_starts(cli: Cli, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SHARDED))
@@ -430,8 +450,8 @@ def test_sharded_ranks_that_the_script_starts(cli: Cli, tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        done = cli("profile", "--out", tmp_path / "run", script, tmp_path / "profiled", timeout_s=80)
-        output, _ = plain.communicate(timeout=80)
+        done = cli("profile", "--out", tmp_path / "run", script, tmp_path / "profiled", timeout_s=140)
+        output, _ = plain.communicate(timeout=140)
     finally:
         kill_tree(plain.pid)
     assert done.returncode == plain.returncode == 0, done.stderr
@@ -443,8 +463,7 @@ def test_sharded_ranks_that_the_script_starts(cli: Cli, tmp_path: Path) -> None:
     assert "communication_exposed" not in summary["unseen"]
     first, second = (read_steps(tmp_path / "run" / f"steps-rank{rank}.jsonl") for rank in range(2))
     waits = [median(step.phases["communication_exposed"] for step in steps) for steps in (first, second)]
-    assert waits[0] > 0.03 * 0.8
-    assert waits[0] - waits[1] > 0.03 * 0.5
+    assert waits[0] > max(0.1, waits[1])
     assert summary["communication"]["slowest_rank"] == 1
     # What others take of a busy machine may cost more than the planted wait, or hide it among steps that vary.
     expected = {"straggler", "communication_bound"}

@@ -149,6 +149,7 @@ def test_a_profile_finds_its_steps_and_the_expert_learns_the_same(name: str, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_compiled_expert_learns_the_same(tmp_path: Path) -> None:
     script = SCRIPTS["yaml_tabular"]
     eager = final_loss(run(script.command(script.tuned_by_hand, script.short), tmp_path))

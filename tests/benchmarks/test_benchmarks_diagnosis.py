@@ -81,7 +81,9 @@ def test_a_case_that_hangs_is_ended_and_counts_as_failed(diagnosis: ModuleType) 
     assert "still running" in found["problem"]
 
 
+@pytest.mark.timing
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_sample_of_the_campaign_is_judged_right(tmp_path: Path) -> None:
     cases = "slow_dataset,healthy_compute"
     for number in range(3):

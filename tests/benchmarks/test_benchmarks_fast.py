@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from collections import deque
@@ -19,6 +20,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import frameworm
 from frameworm.models.gpt import GPT
 from frameworm.records.schema import EpochRecord, StepRecord
 
@@ -128,15 +130,67 @@ def test_a_results_file_names_its_commit_and_time(benchmark: Benchmark, tmp_path
     path = benchmark("harness").write_results("name", torch.device("cpu"), {"rounds": 1}, {"a": 1}, tmp_path)
     document = json.loads(path.read_text())
     assert (document["benchmark"], document["settings"], document["results"]) == ("name", {"rounds": 1}, {"a": 1})
-    git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
-    if git.returncode == 0:
+    if (ROOT / ".git").exists():
+        git = subprocess.run(
+            ["git", "-C", str(ROOT), "-c", "safe.directory=*", "rev-parse", "HEAD"], capture_output=True, text=True
+        )
         commit, *dirty = document["commit"].split("-")
         assert git.stdout.startswith(commit)
         assert dirty in ([], ["dirty"])
+    assert document["environment"]["frameworm"] == frameworm.__version__
     age = datetime.now(timezone.utc) - datetime.fromisoformat(document["measured"])
     assert 0 <= age.total_seconds() < 60
 
 
+def _repository(folder: Path) -> str:
+    """A repository with one commit; its short name."""
+    git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b.invalid"]
+    (folder / "benchmarks/results").mkdir(parents=True)
+    (folder / "benchmarks/speed.py").write_text("first\n")
+    (folder / "benchmarks/results/speed.json").write_text("{}\n")
+    for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "first"]):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+    return head.stdout[:12]
+
+
+def test_the_commit_says_whether_the_code_was_changed_since(
+    benchmark: Benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BENCHMARK_COMMIT", raising=False)
+    commit_of = benchmark("harness").commit_of
+    commit = _repository(tmp_path)
+    assert commit_of(tmp_path) == commit
+    (tmp_path / "benchmarks/results/speed.json").write_text("[]\n")
+    assert commit_of(tmp_path) == commit
+    (tmp_path / "benchmarks/speed.py").write_text("second\n")
+    assert commit_of(tmp_path) == f"{commit}-dirty"
+
+
+def test_no_result_is_written_without_its_commit_where_there_is_a_repository(
+    benchmark: Benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BENCHMARK_COMMIT", raising=False)
+    commit_of = benchmark("harness").commit_of
+    assert commit_of(tmp_path) is None
+    (tmp_path / ".git").write_text("gitdir: /nowhere\n")
+    with pytest.raises(RuntimeError, match="BENCHMARK_COMMIT"):
+        commit_of(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="git"):
+        commit_of(tmp_path)
+    monkeypatch.setenv("BENCHMARK_COMMIT", "0123456789ab")
+    assert commit_of(tmp_path) == "0123456789ab"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("*.json")), ids=lambda path: path.stem)
+def test_every_stored_result_names_a_commit(path: Path) -> None:
+    document = json.loads(path.read_text())
+    commit = document.get("commit") or document["committed_in"]
+    assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?", commit)
+
+
+@pytest.mark.slow
 def test_rounds_end_when_the_time_is_over(benchmark: Benchmark) -> None:
     harness = benchmark("harness")
     left = iter([True, False])

@@ -87,7 +87,7 @@ def test_the_interval_of_a_median(harness: ModuleType) -> None:
 def test_the_script_runs_and_finds_the_same_loss(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "overhead.py"), "--cases", "mlp", "--contenders", "bare,frameworm"]
     command += ["--rounds", "5", "--steps", "20", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.iterdir()
     case = json.loads(path.read_text())["results"]["mlp"]

@@ -36,6 +36,7 @@ def test_a_goal_is_met_missed_open_or_failed(tuner: ModuleType) -> None:
     assert tuner.judged(race, "best", "fast", 0.95)["verdict"] == "failed"
 
 
+@pytest.mark.slow
 def test_the_search_is_held_against_the_best_of_everything(tuner: ModuleType) -> None:
     found = tuner.tuner_regret.simulated(3)
     assert found["space"] == 2**6 * 4
@@ -50,12 +51,12 @@ def test_every_case_has_its_configs(tuner: ModuleType) -> None:
 
 
 def test_all_combinations_keep_the_batch_and_leave_out_what_is_approximate(tuner: ModuleType) -> None:
-    from frameworm.tune.knobs.context import Context, MachineFacts, WorkloadFacts
+    from frameworm.tune.knobs.context import Context, TrialMachine, WorkloadFacts
     from frameworm.tune.knobs.registry import all_knobs
 
     regret = tuner.tuner_regret
     config = load_config_from_mapping({"name": "a"}, list(regret.REAL_SETTINGS), environ={})
-    machine = MachineFacts("cpu", bf16=True, cpus_usable=2, torch_threads=2)
+    machine = TrialMachine("cpu", bf16=True, cpus_usable=2, torch_threads=2)
     context = Context(config, machine, WorkloadFacts(accepts_packed=True, many_widths=True))
     knobs = [regret.exact(knob) for knob in all_knobs() if knob.name in regret.REAL_KNOBS]
     space = regret.combinations_of(config, context, knobs)

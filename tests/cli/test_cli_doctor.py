@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -180,3 +182,40 @@ def test_this_machine_as_a_user_would(tmp_path: Path) -> None:
     assert (done.returncode == 1) == (data["verdict"] == "problem")
     assert data["machine"]["storage"]["write_bytes_per_s"] > 0
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_a_bundle_for_a_bug_report(
+    here: CommandLine, machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "planted-in-variables")
+    config, run, bundle = tmp_path / "train.yaml", tmp_path / "run", tmp_path / "bundle.zip"
+    config.write_text(QUICKSTART.read_text() + "# hub_token: planted-in-config\n")
+    shutil.copytree(Path(__file__).parents[1] / "golden/stored/runs/single", run)
+    (run / "train.log").write_text("reading hf://x?token=planted-in-log\nplanted-in-variables\n")
+    ended = here("doctor", "--json", "--config", config, "--bundle", bundle, "--run", run)
+    assert ended.code == 0, ended.stderr
+    assert json.loads(ended.stdout)["bundle"] == str(bundle)
+    with zipfile.ZipFile(bundle) as archive:
+        held = {name: archive.read(name).decode() for name in archive.namelist()}
+    assert {"doctor.json", "environment.json", "versions.json", "config.yaml", "run/config.yaml"} <= set(held)
+    assert json.loads(held["doctor.json"])["machine"]["cpus_usable"] == 4
+    assert [name for name, text in held.items() if "planted" in text] == []
+    listed, _, written = ended.stderr.partition("before you attach it.")
+    assert all(f"  {name} " in listed for name in held)
+    assert written.strip() == f"written: {bundle}"
+    again = here("doctor", "--bundle", bundle)
+    assert (again.code, again.stdout) == (2, "")
+    assert "exists already" in again.stderr
+
+
+def test_a_config_that_is_refused_is_bundled(here: CommandLine, machine: Any, tmp_path: Path) -> None:
+    config = tmp_path / "train.yaml"
+    config.write_text("name: x\ntrainig: {epochs: 3}\n")
+    ended = here("doctor", "--config", config, "--bundle", tmp_path / "bundle")
+    assert ended.code == 2
+    assert "trainig" in ended.stderr
+    assert (tmp_path / "bundle/config.yaml").read_text() == config.read_text()
+    assert "trainig" in (tmp_path / "bundle/notes.txt").read_text()
+    without = here("doctor", "--run", tmp_path)
+    assert without.code == 2
+    assert "--bundle" in without.stderr

@@ -125,7 +125,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(cases="all")
 @pytest.mark.parametrize(("settings", "words"), SETTINGS)
 def test_impossible_settings(refusal: Refusal, settings: list[str], words: list[str]) -> None:
     assert_says(refusal.everywhere("--config", QUICKSTART, *_set(*settings)), words)
@@ -397,6 +397,7 @@ def test_own_workload_that_returns_nonsense(
     monkeypatch.delitem(sys.modules, "nonsense", raising=False)
 
 
+@pytest.mark.slow
 def test_run_folders_that_cannot_be_used(refusal: Refusal) -> None:
     def of(*args: str) -> str:
         return refusal.of("--config", QUICKSTART, *args)

@@ -45,7 +45,7 @@ def printed(program: str, **variables: str) -> str:
     """The last word that a program prints."""
     kept = {name: value for name, value in os.environ.items() if name != "MIMALLOC_PURGE_DELAY"}
     ended = subprocess.run(
-        [sys.executable, "-c", program], env={**kept, **variables}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], env={**kept, **variables}, capture_output=True, text=True, timeout=200
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.split()[-1]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from command_line import CommandLine, command_line
 
+from frameworm.launch.plan import LaunchPlan
 from frameworm.scaling.network import COLLECTIVES, NetworkModel
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -29,7 +30,7 @@ def here(
 
 @pytest.mark.slow
 def test_two_ranks_write_a_file_and_print_a_table(cli: Cli, tmp_path: Path) -> None:
-    ended = cli("network", "--nproc-per-node", "2", "--budget", "1", cwd=tmp_path, timeout_s=100)
+    ended = cli("network", "--nproc-per-node", "2", "--budget", "1", cwd=tmp_path, timeout_s=200)
     assert ended.returncode == 0, ended.stderr
     model = NetworkModel.load(tmp_path / "network.json")
     assert (model.world_size, model.hosts) == (2, 1)
@@ -77,3 +78,14 @@ def test_what_cannot_be_measured_is_refused_before_start(
     assert ended.code == 2
     assert words in ended.stderr
     assert list(here.folder.iterdir()) == []
+
+
+def test_one_process_on_each_of_two_machines_is_a_network(here: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[LaunchPlan] = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr(
+        "frameworm.launch.torchrun.launch_workers", lambda plan, command, usable_cpus: started.append(plan) or 0
+    )
+    ended = here("network", "--nnodes", "2", "--node-rank", "0", "--master-addr", "node0")
+    assert ended.code == 0, ended.stderr
+    assert [(plan.nproc_per_node, plan.max_nodes) for plan in started] == [(1, 2)]

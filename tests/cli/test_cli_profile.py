@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+import frameworm
 from frameworm.records.schema import StepRecord
 from frameworm.records.store import RunFolder
 from frameworm.records.writer import read_steps
@@ -29,7 +30,7 @@ CONFIGS = EXAMPLES.parent / "configs"
 BAD = ("1,1", "1,1,0", "1,1,1,0", "1,1,x", "1,1,1,1,1", "-1,1,1")
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
-LONG_S = 110
+LONG_S = 140
 
 
 def write(folder: Path, text: str) -> Path:
@@ -107,7 +108,7 @@ def test_exit_code_and_traceback_are_the_scripts_own(line: str, code: int, cli: 
 
 @pytest.mark.slow
 def test_interrupt_exits_with_130(tmp_path: Path) -> None:
-    script = write(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    script = write(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(600)\n")
     command = [sys.executable, "-m", "frameworm", "profile", "--out", str(tmp_path / "run"), str(script)]
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # where tests run in the background, it is ignored
     try:
@@ -118,7 +119,7 @@ def test_interrupt_exits_with_130(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=120)
     finally:
         process.kill()
         process.wait()
@@ -184,8 +185,10 @@ def test_children_of_the_script_do_not_sum_up(cli: Cli, tmp_path: Path) -> None:
     assert done.stderr.count("verdict") == 1
 
 
+# A library that asks for torch before it is imported, as many do, does not import it.
 TRAINING = """
-    import os, sys, time
+    import importlib.util, os, sys, time
+    assert importlib.util.find_spec("torch") is not None
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
@@ -198,8 +201,11 @@ TRAINING = """
         time.sleep(0.01)
         if number == 40 and sys.argv[1] == "raise":
             model(torch.ones(1, 3))
-        if number == 40 and sys.argv[1] == "_exit":
-            time.sleep(1)
+        if number == 40 and sys.argv[1] == "_exit":  # once all steps but the last few are on disk, or never will be
+            ends, written = time.monotonic() + 60, 0
+            while written < 35 and time.monotonic() < ends:
+                time.sleep(0.05)
+                written = open(sys.argv[2]).read().count("\\n") if os.path.exists(sys.argv[2]) else 0
             os._exit(9)
 """
 
@@ -219,9 +225,10 @@ def test_crash_leaves_the_records_up_to_then(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_steps_of_a_process_that_was_ended_can_be_judged(cli: Cli, tmp_path: Path) -> None:
-    done = cli("profile", "--out", tmp_path / "run", write(tmp_path, TRAINING), "_exit", timeout_s=LONG_S)
+    steps, script = tmp_path / "run" / "steps-rank0.jsonl", write(tmp_path, TRAINING)
+    done = cli("profile", "--out", tmp_path / "run", script, "_exit", steps, timeout_s=LONG_S)
     assert done.returncode == 9
-    assert len(read_steps(tmp_path / "run" / "steps-rank0.jsonl")) >= 35
+    assert len(read_steps(steps)) >= 35
     judged = cli("diagnose", tmp_path / "run", "--json")
     answer = json.loads(judged.stdout)
     assert judged.returncode == (3 if answer["verdict"] == "inconclusive" else 0)
@@ -306,6 +313,7 @@ BETWEEN = """
 
 
 @pytest.mark.slow
+@pytest.mark.timing  # what others take of the cores can cost more than what is planted
 @pytest.mark.parametrize(
     ("work", "verdict", "lines"),
     [
@@ -352,16 +360,6 @@ def test_own_code_between_steps_is_named(
         assert summary["findings"][0]["evidence"]["work"] == {"write": "writing", "compute": "computing"}[work]
     judged = cli("diagnose", run, "--json")
     assert json.loads(judged.stdout)["verdict"] == verdict
-
-
-@pytest.mark.slow
-def test_a_library_that_asks_for_torch_before_importing_it_is_no_import(cli: Cli, tmp_path: Path) -> None:
-    asking = "import importlib.util\nassert importlib.util.find_spec('torch') is not None"
-    script = write(tmp_path, TRAINING)
-    script.write_text(f"{asking}\n{script.read_text()}")
-    done = cli("profile", "--out", tmp_path / "run", script, "through", timeout_s=LONG_S)
-    assert done.returncode == 0, done.stderr
-    assert assert_complete(tmp_path / "run")[0]["steps"] == 60
 
 
 def torchrun(script: Path, folder: Path, *args: str, profile: bool = True) -> subprocess.CompletedProcess[str]:
@@ -450,7 +448,7 @@ OWN_RANKS = """
         model = nn.parallel.DistributedDataParallel(nn.Linear(8, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for (inputs,) in DataLoader(TensorDataset(torch.ones(80, 8)), 4):
-            time.sleep(0.05 * rank)
+            time.sleep(0.2 * rank)
             optimizer.zero_grad()
             model(inputs).sum().backward()
             clip_grad_norm_(model.parameters(), 1.0)
@@ -474,7 +472,7 @@ OWN_RANKS = """
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("method", ["torch", "spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("method", ["torch", "fork", "forkserver"])  # torch's own spawns
 def test_ranks_that_the_script_starts_share_a_folder(method: str, cli: Cli, tmp_path: Path) -> None:
     script = write(tmp_path, OWN_RANKS)
     done = cli("profile", "--out", tmp_path / "run", script, method, tmp_path / "meeting", timeout_s=LONG_S)
@@ -490,7 +488,7 @@ def test_ranks_that_the_script_starts_share_a_folder(method: str, cli: Cli, tmp_
     assert summary["communication"]["slowest_rank"] == 1
     assert summary["unseen"] == []
     assert summary["environment"]["torch"]
-    assert summary["wall_s"] > sum(step.step_s for step in second) > 19 * 0.05
+    assert summary["wall_s"] > sum(step.step_s for step in second) > 19 * 0.2
 
 
 @pytest.mark.slow
@@ -515,20 +513,21 @@ def test_processes_that_train_apart_are_counted(cli: Cli, tmp_path: Path) -> Non
 
 
         if __name__ == "__main__":
-            for steps in (12, 13, 14):
+            for steps in (12, 13):
                 process = mp.get_context("spawn").Process(target=work, args=(steps,))
                 process.start()
                 process.join()
         """,
     )
-    plain = plainly(script)
     done = cli("profile", "--out", tmp_path / "run", script, timeout_s=LONG_S)
-    assert done.returncode == plain.returncode == 0
-    assert done.stderr.startswith(plain.stderr)  # the child's traceback, none of our frames in it
+    assert done.returncode == 0
+    traceback = done.stderr.partition("ValueError: mine")[0]  # the child's, none of our frames in it
+    assert f'File "{script}", line 14, in work' in traceback
+    assert str(Path(frameworm.__file__).parent) not in traceback
     summary, steps = assert_complete(tmp_path / "run")
     assert len(steps) == summary["steps"] == 12
     assert summary["batch"]["world_size"] == 1
-    assert any(note.startswith("2 more processes trained") for note in summary["notes"])
+    assert any(note.startswith("1 more process trained") for note in summary["notes"])
 
 
 def test_ranks_that_cannot_be_followed_are_for_torchrun(cli: Cli, tmp_path: Path) -> None:
@@ -594,7 +593,8 @@ def test_profile_of_a_config_and_its_diagnosis(cli: Cli, tmp_path: Path) -> None
     judged = cli("diagnose", tmp_path / "run", "--json")
     answer = json.loads(judged.stdout)
     assert answer["verdict"] == summary["verdict"]
-    assert {"code", "severity", "share", "evidence", "remedies", "expected_speedup"} <= set(answer["findings"][0])
+    for finding in answer["findings"]:
+        assert {"code", "severity", "share", "evidence", "remedies", "expected_speedup"} <= set(finding)
     assert judged.returncode == (3 if answer["verdict"] == "inconclusive" else 0)
 
 

@@ -77,7 +77,7 @@ def test_without_ray_the_install_line_is_said(here: CommandLine, monkeypatch: py
         ((), "ray start --head"),
         (("--address", "somewhere"), "HOST:PORT"),
         (("--address", "ray://head:10001"), "ray job submit"),
-        (("--use-gpu", "yes"), "would stand idle"),
+        (("--use-gpu", "yes"), "would be idle"),
         (("--set", "training.global_batch=33"), "does not divide by world size 2"),
     ],
 )

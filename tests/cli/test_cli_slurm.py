@@ -99,7 +99,7 @@ def test_the_manifest_of_the_guide_starts_each_pods_workers(tmp_path: Path, pod:
     stub.chmod(0o755)
     given = {"MASTER_ADDR": "imdb-master-0", "MASTER_PORT": "23456", "RANK": str(pod), "WORLD_SIZE": str(world_size)}
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **given}
-    done = subprocess.run(container["command"], env=environment, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(container["command"], env=environment, capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     arguments = done.stdout.splitlines()
     options = {name.removeprefix("--"): value for name, value in itertools.pairwise(arguments) if name[:2] == "--"}

@@ -38,6 +38,7 @@ def _write_run(path: Path) -> None:
     ("verb", "allowed"),
     [
         (("--version",), set()),
+        (("init", "model", "new"), set()),
         (("runs", "."), set()),
         (("diagnose", "a"), {"frameworm.config.schema"}),  # remedies leave out what the config has set already
         (("compare", "a", "b"), set()),

@@ -39,15 +39,15 @@ def test_it_prints_its_address_serves_and_ends(tmp_path: Path) -> None:
         assert process.stdout is not None
         told = json.loads(process.stdout.readline())
         assert set(told) == {"url", "host", "port", "token", "root"}
-        with urllib.request.urlopen(told["url"], timeout=30) as answer:
+        with urllib.request.urlopen(told["url"], timeout=120) as answer:
             assert b"frameworm watch" in answer.read()
             assert "server" not in answer.headers
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(told["url"].partition("?")[0], timeout=30)
+            urllib.request.urlopen(told["url"].partition("?")[0], timeout=120)
         assert refused.value.code == 403
         refused.value.close()
         process.send_signal(signal.SIGINT)
-        out, log = process.communicate(timeout=30)
+        out, log = process.communicate(timeout=120)
         assert (process.returncode, out, log) == (0, "", "")
     finally:
         process.kill()

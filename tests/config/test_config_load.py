@@ -172,15 +172,15 @@ BAD_FILES = [
     ),
     (
         "data: {batching: bucketed, shuffle: false}\n",
-        "x.yaml:1: data.batching: 'bucketed' puts the samples in an order of its own and shuffle is off; turn it on",
+        "x.yaml:1: data.batching: 'bucketed' reorders the samples, but shuffle is off; turn it on",
     ),
     (
         "data: {balance: true, shuffle: off}\n",
-        "x.yaml:1: data.balance: true puts the samples in an order of its own and shuffle is off; turn it on",
+        "x.yaml:1: data.balance: true reorders the samples, but shuffle is off; turn it on",
     ),
     (
         "data: {batching: bucketed, balance: true}\n",
-        "x.yaml:1: data.balance: bucketed steps differ in length by intent; leave balance off, or use packed",
+        "x.yaml:1: data.balance: bucketed steps differ in length on purpose; leave balance off, or use packed",
     ),
     (
         "data: {resident: true, batching: packed}\ngpu: {device: cpu}\n",
@@ -197,8 +197,8 @@ BAD_FILES = [
     ),
     (
         "parallel: {strategy: dp, bucket_cap_mb: 10}\n",
-        "x.yaml:1: parallel.bucket_cap_mb: bucket_cap_mb is about DDP's buckets, which strategy dp has not; leave it "
-        "out, or use ddp",
+        "x.yaml:1: parallel.bucket_cap_mb: bucket_cap_mb is about DDP's buckets, which strategy dp does not have; "
+        "leave it out, or use ddp",
     ),
     (
         "parallel: {sync_every: 4, strategy: single}\n",
@@ -220,8 +220,24 @@ BAD_FILES = [
         "x.yaml:1: gpu.compile_model: a compiled model cannot be divided by strategy zero2; leave it out, or use zero1",
     ),
     (
-        "gpu: {capture: step}\nparallel: {strategy: zero1}\n",
-        "x.yaml:1: gpu.capture: step records one device's work and strategy zero1 works on several; use off or auto",
+        "gpu: {capture: step}\nparallel: {strategy: dp}\n",
+        "x.yaml:1: gpu.capture: step records the work of one device and strategy dp works on several; use ddp, or "
+        "capture: off",
+    ),
+    (
+        "gpu: {capture: step}\nparallel: {strategy: zero3, offload_optimizer: true}\n",
+        "x.yaml:1: gpu.capture: step records what a GPU does and offload_optimizer updates on the host; use off or "
+        "auto",
+    ),
+    (
+        "gpu: {capture: step}\nparallel: {find_unused_parameters: true}\n",
+        "x.yaml:1: gpu.capture: find_unused_parameters asks the GPU in every step, which step cannot record; use off "
+        "or auto",
+    ),
+    (
+        "gpu: {capture: step}\nparallel: {compression: int8, rounding: stochastic}\n",
+        "x.yaml:1: gpu.capture: stochastic rounding draws by the number of the step, which step would record; use "
+        "rounding: nearest",
     ),
     (
         "gpu: {channels_last: true}\nparallel: {strategy: zero3}\n",
@@ -262,7 +278,7 @@ BAD_FILES = [
         "x.yaml:2: not valid YAML: found character '\\t' that cannot start any token; indent with spaces",
     ),
     ("seed: 1\nname: \x07\n", "x.yaml:2: the character U+0007 is not allowed in YAML"),
-    ('name: "\\UFFFFFFFF"\n', "x.yaml:1: not valid YAML: an escape or a number that stands for nothing"),
+    ('name: "\\UFFFFFFFF"\n', "x.yaml:1: not valid YAML: an invalid escape or number"),
     ("seed: 1\n---\nseed: 2\n", "x.yaml:2: not valid YAML: but found another document"),
     (
         "name: !!python/name:os.system x\n",
@@ -290,10 +306,10 @@ def test_compression_cannot_be_combined_with_zero3(tmp_path: Path) -> None:
     ]
 
 
-WHAT = "a config is a mapping of sections such as model, data and training; see configs/quickstart.yaml"
+WHAT = "a config is a mapping of sections such as model, data and training; `frameworm init quickstart` writes one"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(cases="all")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -316,6 +332,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("quikstart.yaml", f"no such file; did you mean {tmp_path}/quickstart.yaml?"),
         ("zzzzzz", "no such file"),
         ("none/x.yaml", "no such file"),
+        ("none/quickstart.yaml", "no such file; `frameworm init quickstart` writes quickstart.yaml"),
         (".", "this is a folder; give a config file in it"),
         ("latin.yaml", "not UTF-8 text (byte 0xe9 at 9); save it as UTF-8"),
     ]:

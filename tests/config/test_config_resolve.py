@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frameworm.config.load import dump_config, load_config, load_config_from_mapping
@@ -51,6 +51,7 @@ def test_batch_words(world_size: int, training: dict[str, int], expected: tuple[
     assert batch(world_size, **training) == expected
 
 
+@settings(deadline=None)
 @given(
     world_size=COUNTS,
     global_batch=st.none() | st.integers(1, 4096),
@@ -96,6 +97,7 @@ def test_the_identity_holds_or_the_error_names_sizes_that_work(
     )
 
 
+@settings(deadline=None)
 @given(global_batch=st.integers(64, 512), before=st.integers(1, 64), after=st.integers(1, 64))
 def test_a_resolved_run_resumes_on_another_number_of_processes(global_batch: int, before: int, after: int) -> None:
     config = config_of(training={"global_batch": global_batch})
@@ -113,6 +115,7 @@ def test_a_resolved_run_resumes_on_another_number_of_processes(global_batch: int
     assert second.training.micro_batch <= first.training.micro_batch
 
 
+@settings(deadline=None)
 @given(world_size=st.sampled_from([1, 2, 4, 8]), device=st.sampled_from(["cpu", "cuda"]), bf16=st.booleans())
 def test_resolving_twice_changes_nothing(world_size: int, device: Any, bf16: bool) -> None:
     once = resolve(config_of(), world_size=world_size, device=device, bf16=bf16)

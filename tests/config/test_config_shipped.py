@@ -100,7 +100,7 @@ def test_a_fast_config_differs_from_its_twin_in_speed_only(name: str) -> None:
     assert differing <= SPEED_SETTINGS
     assert fast["gpu.compile_model"] is True
     assert fast["gpu.mixed_precision"] == "auto"
-    assert fast["gpu.capture"] == ("off" if "ddp" in name else "step")
+    assert fast["gpu.capture"] == "step"
     assert fast["data.batching"] == ("padded" if name.startswith("gpt2") else "packed")
 
 

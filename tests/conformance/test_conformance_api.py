@@ -64,6 +64,6 @@ def test_a_script_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 def test_a_config_is_tuned(tmp_path: Path, data_cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FRAMEWORM_DATA_CACHE_DIR", str(data_cache_dir))
-    found = api.tune(QUICKSTART, budget="60s", trials=1, out=tmp_path / "search", settings=SMALL)
+    found = api.tune(QUICKSTART, budget="200s", trials=1, out=tmp_path / "search", settings=SMALL)
     assert found.baseline.failure is None
     assert (tmp_path / "search" / "best.yaml").exists()

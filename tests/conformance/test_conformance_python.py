@@ -126,8 +126,10 @@ def test_mixed_precision_is_bf16_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("name", ["use_amp", "enable_mixed_precision"])
 def test_mixed_precision_by_a_keyword_of_other_trainers(name: str) -> None:
-    assert trainer(**{name: True}).config.gpu.mixed_precision == "bf16"
-    assert trainer(**{name: False}).config.gpu.mixed_precision == trainer().config.gpu.mixed_precision
+    with pytest.deprecated_call(match="enable_mixed_precision"):
+        assert trainer(**{name: True}).config.gpu.mixed_precision == "bf16"
+    with pytest.deprecated_call():
+        assert trainer(**{name: False}).config.gpu.mixed_precision == trainer().config.gpu.mixed_precision
 
 
 @pytest.mark.slow

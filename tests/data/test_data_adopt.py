@@ -330,9 +330,9 @@ def test_generators_seeded_by_rank_do_not_make_ranks_overlap(tmp_path: Path) -> 
     for process in processes:
         process.start()
     try:
-        found = dict(results.get(timeout=60) for _ in processes)
+        found = dict(results.get(timeout=120) for _ in processes)
         for process in processes:
-            process.join(timeout=30)
+            process.join(timeout=60)
             assert process.exitcode == 0
     finally:
         for process in processes:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
+from frameworm.data import replay
 from frameworm.data.replay import fingerprint, why_not_replayed
 
 DATA = TensorDataset(torch.arange(64))
@@ -105,6 +106,12 @@ NOT_REPLAYED: dict[str, tuple[Callable[[], Any], str]] = {
     "few values, slowly": (lambda: DataLoader(SlowClasses(), 4), "SlowClasses"),
     "function": (lambda: _unseeded_batches, "_unseeded_batches"),
 }
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No loader is left untested because the machine is busy."""
+    monkeypatch.setattr(replay, "_SLOW_S", 60.0)
 
 
 @pytest.mark.parametrize("kind", list(REPLAYED))

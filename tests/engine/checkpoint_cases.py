@@ -52,7 +52,7 @@ def fill(folder: Path, steps: tuple[int, ...]) -> None:
     assert store.problem is None
 
 
-def save_on_two(folder: Path, step: int, shares: list[Capture], limit_s: float = 20.0) -> list[CheckpointStore]:
+def save_on_two(folder: Path, step: int, shares: list[Capture], limit_s: float = 60.0) -> list[CheckpointStore]:
     """Two ranks save their shares at the same time."""
     store = HashStore()
     ranks = [make_store(folder, reports=RankReports(store, rank, 2, limit_s)) for rank in range(2)]
@@ -60,7 +60,7 @@ def save_on_two(folder: Path, step: int, shares: list[Capture], limit_s: float =
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert not any(thread.is_alive() for thread in threads)
     for item in ranks:
         item.close()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from frameworm.observe.clocks import phases
 from frameworm.parallel import replicated
 
 
@@ -21,6 +23,18 @@ def close(found_s: float, planted_s: float) -> bool:
 
 def median(values: Iterable[Any]) -> float:
     return float(statistics.median(values))
+
+
+def clock_to_set(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the clock of the phases forward: a delay of any length in no time, which no busy machine can outdo."""
+    ahead_s = 0.0
+
+    def pass_by(seconds: float) -> None:
+        nonlocal ahead_s
+        ahead_s += seconds
+
+    monkeypatch.setattr(phases, "perf_counter", lambda: time.perf_counter() + ahead_s)
+    return pass_by
 
 
 class _Sleep(torch.autograd.Function):

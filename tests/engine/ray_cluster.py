@@ -87,7 +87,7 @@ class RayCluster:
         """Take a host's power away."""
         process = self._nodes.pop(host)
         kill_tree(process.pid)
-        process.wait(20)
+        process.wait(60)
 
     def workers(self, host: int) -> list[psutil.Process]:
         """The workers of Ray Train on a host."""

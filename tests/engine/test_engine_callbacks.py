@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from workbench import classification, mlp
+from workbench import classification, mlp, parameters
 
 from frameworm import Callback, Trainer, run
 from frameworm.config.load import load_config_from_mapping
-from frameworm.engine.step.capture import make_recorder
+from frameworm.engine.step.recording import make_recorder
 from frameworm.engine.step.step import TrainStep
 from frameworm.parallel.strategy import Strategy
 
@@ -147,6 +147,19 @@ def test_a_captured_step_gives_way_to_a_callback_that_is_handed_batches() -> Non
     assert "Seen.on_batch_end" in note
 
 
+def _seen_by_rank_0(rank: int, world_size: int) -> tuple[torch.Tensor, list[str]]:
+    trainer = make(*([Seen()] if rank == 0 else []), strategy="ddp", capture="rehearse")
+    record = trainer.train(DataLoader(DATA, 4), epochs=4)
+    return parameters(trainer.model), record.notes
+
+
+@pytest.mark.slow
+def test_a_callback_of_one_rank_keeps_all_ranks_from_capturing(run_ranks: Any) -> None:
+    (weights, notes), (others, same) = run_ranks(_seen_by_rank_0)
+    assert torch.equal(weights, others)
+    assert any("Seen.on_batch_end" in note for note in notes + same)
+
+
 @pytest.mark.parametrize(
     ("stop", "steps", "epochs"), [({"step": 3}, 3, 2), ({"batch": 3}, 3, 2), ({"epoch": 2}, 4, 2), ({"step": 2}, 2, 1)]
 )
@@ -163,6 +176,7 @@ def test_a_callback_ends_the_run_at_a_steps_end(stop: dict[str, int], steps: int
     assert summary["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     whole = make()
     whole.train(DataLoader(DATA, 6), epochs=3)

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from frameworm.engine.checkpoint.load import load_newest
 from frameworm.errors import CheckpointError, FramewormError
-from frameworm.guard.figures import read_run
-from frameworm.guard.parting import first_parting
+from frameworm.guard.divergence import first_divergence
+from frameworm.guard.run_metrics import read_run
 from frameworm.parallel.shards import loaded
 from frameworm.records.store import RunFolder
 from frameworm.records.writer import read_steps
@@ -90,7 +90,7 @@ def test_a_run_folder_of_anything(tmp_path: Path, steps: bytes, summary: Any) ->
         lambda: read_steps(run / "steps-rank0.jsonl"),
         lambda: folder.read_summary(),
         lambda: read_run(folder),
-        lambda: first_parting(folder, folder),
+        lambda: first_divergence(folder, folder),
         lambda: page_of(folder),
     ):
         refused_or_done(action)

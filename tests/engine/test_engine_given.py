@@ -46,7 +46,7 @@ def _lbfgs_with_scheduler() -> torch.optim.Optimizer:
         ((MODEL, {"all": _sgd()}, None, None), "one optimizer, not a dict.*frameworm profile SCRIPT"),
         ((MODEL, ([_sgd(), _sgd()], []), None, None), "one optimizer, not a tuple.*frameworm tune SCRIPT"),
         ((OwnStep(), _sgd(), None, None), "OwnStep has a method training_step.*frameworm profile SCRIPT"),
-        ((MODEL, _sgd(), lambda target, output: output.sum(), None), "target first"),
+        ((MODEL, _sgd(), lambda target, output: output.sum(), None), "target came first"),
         ((MODEL, torch.optim.AdamW, None, None), "build it"),
         ((MODEL, functools.partial(torch.optim.AdamW, lr=0.1), None, None), "not a partial"),
         ((MODEL, MODEL.parameters(), None, None), "not a generator"),
@@ -118,7 +118,7 @@ class OtherArguments:
 @pytest.mark.parametrize(
     ("callbacks", "says"),
     [
-        ([OtherLibrary()], "OtherLibrary is no callback"),
+        ([OtherLibrary()], "OtherLibrary is not a callback"),
         ([OtherArguments()], "OtherArguments: on_step"),
         ([Callback], "is a class"),
         (Callback(), "must be a list"),

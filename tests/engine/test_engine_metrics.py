@@ -219,7 +219,7 @@ def test_a_model_that_returns_its_loss_alone_has_no_metrics() -> None:
     [
         ([macro_f1], "a mapping"),
         ({"loss": macro_f1}, "another name"),
-        ({"a b": macro_f1}, "no name"),
+        ({"a b": macro_f1}, "not a name"),
         ({"f1": 3}, "a function of"),
         ({"f1": nn.MSELoss}, "an object of it"),
     ],
@@ -294,6 +294,7 @@ def test_the_best_checkpoints_are_those_of_the_metric(tmp_path: Path) -> None:
         choose_checkpoint(folder, "best", "val_recall")
 
 
+@pytest.mark.slow
 def test_the_best_weights_are_those_of_the_metric_that_stops_early(tmp_path: Path) -> None:
     for name, more, best in (("one", {}, 4), ("two", {"metric": "train_loss"}, None)):
         kept = trainer(

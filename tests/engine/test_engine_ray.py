@@ -50,7 +50,7 @@ class Slow(Dataset):
         return self.size
 
     def __getitem__(self, index):
-        time.sleep(0.005)
+        time.sleep(0.01)  # training is to go on for seconds when something is taken away from it
         values = torch.randn(8, generator=torch.Generator().manual_seed(index))
         return values, (values.sum() > 0).long()
 
@@ -156,7 +156,7 @@ def start(cluster: RayCluster, folder: Path) -> Iterator[Callable[..., Started]]
     yield begin
     for item in started:
         kill_tree(item.process.pid)
-        item.process.wait(20)
+        item.process.wait(60)
         for pipe in (item.process.stdout, item.process.stderr):
             if pipe is not None:
                 pipe.close()
@@ -202,6 +202,7 @@ def test_a_killed_worker_changes_nothing(
 
 
 @on_a_cluster
+@pytest.mark.long
 def test_a_lost_node_is_replaced_by_a_spare_one(
     cluster: RayCluster, start: Callable[..., Started], expected: dict[str, torch.Tensor]
 ) -> None:
@@ -236,6 +237,7 @@ def test_an_error_that_would_recur_ends_the_job_at_once(start: Callable[..., Sta
         (("--use-gpu", "yes", "--set", "gpu.device=auto", "--wait", "0"), "GPUs are asked for, and no node"),
     ],
 )
+@pytest.mark.long
 def test_a_cluster_without_room(start: Callable[..., Started], arguments: tuple[str, ...], said: str) -> None:
     job = start("none", *arguments)
     code, _, stderr = job.end()

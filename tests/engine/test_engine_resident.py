@@ -80,7 +80,8 @@ def test_losses_are_those_of_the_ordinary_loader(kind: str, tmp_path: Path) -> N
     assert ordinary == resident
 
 
-@pytest.mark.parametrize("stop_after", [3, 5, 8])
+@pytest.mark.parametrize("stop_after", [5, *(pytest.param(step, marks=pytest.mark.slow) for step in (3, 8))])
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_exactly(stop_after: int, tmp_path: Path) -> None:
     through = train(tmp_path / "through", "dicts", False)
     with pytest.raises(TrainingInterruptedError):
@@ -88,6 +89,7 @@ def test_a_stopped_run_goes_on_exactly(stop_after: int, tmp_path: Path) -> None:
     assert train(tmp_path / "stopped", "dicts", True) == through
 
 
+@pytest.mark.slow
 def test_a_run_may_be_resumed_with_another_setting_and_batch(tmp_path: Path) -> None:
     for on in (False, True):
         with pytest.raises(TrainingInterruptedError):
@@ -100,6 +102,7 @@ def _both_ways(rank: int, world_size: int, folder: Path) -> list[list[Any]]:
     return [train(folder / str(on), "dicts", on, world_size=world_size, micro_batch=4) for on in (False, True)]
 
 
+@pytest.mark.slow
 def test_two_ranks_index_their_shares(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     ordinary, resident = run_ranks(_both_ways, args=(tmp_path,))[0]
     assert ordinary == resident

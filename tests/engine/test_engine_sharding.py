@@ -157,6 +157,7 @@ def _refuses(rank: int, world_size: int) -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_what_is_refused(run_ranks: Callable[..., list[Any]]) -> None:
     expected = [
         *["StateError: the optimizer has taken steps already"] * 3,

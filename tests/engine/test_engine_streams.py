@@ -221,6 +221,7 @@ def test_the_place_is_that_of_the_batch_trained_on() -> None:
     assert [batch[1].flatten().tolist() for step in again.epoch(0, 5, 20) for batch in step.batches] == rest
 
 
+@pytest.mark.slow
 def test_a_state_is_not_read_up_to() -> None:
     far, size = 2000, 10_000
     source = steps_of(0, 1, DataLoader(Counting(size), 4, collate_fn=collate))

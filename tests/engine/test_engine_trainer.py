@@ -106,6 +106,7 @@ def _unused_on_ranks(rank: int, world_size: int, find_unused: bool) -> Any:
     return record.losses, model.head.weight.detach()
 
 
+@pytest.mark.slow
 def test_unused_parameters_on_two_ranks(run_ranks: Callable[..., Any]) -> None:
     refused = run_ranks(_unused_on_ranks, 2, (False,))
     assert all("unused.weight, unused.bias" in text and "find_unused_parameters" in text for text in refused)
@@ -362,8 +363,7 @@ def test_phases_add_up_and_see_what_was_planted() -> None:
     forward_s = [step.phases["forward"] for step in steps.records]
     assert len(forward_s) == len(slept_s) == 12
     beside_s = [found - slept for found, slept in zip(forward_s, slept_s)]
-    assert min(beside_s) >= 0
-    assert statistics.median(beside_s) < 0.003
+    assert 0 <= min(beside_s) < 0.003, "what belongs elsewhere would be in every step"
     assert record.phases["forward"].mean_s == pytest.approx(statistics.mean(forward_s[5:]), rel=1e-6)
     assert record.phases["data_wait"].mean_s >= 0.02
     assert record.throughput.step_s is not None
@@ -396,6 +396,7 @@ def _uneven(rank: int, world_size: int) -> Any:
     return parameters(model), record.steps, record.losses, record.quality.val_loss
 
 
+@pytest.mark.slow
 def test_ranks_with_unequally_many_batches_end_together(run_ranks: Callable[..., Any]) -> None:
     """Five batches on two ranks: three steps, in the last of which one rank only keeps company."""
     model = mlp()

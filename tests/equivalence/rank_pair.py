@@ -20,7 +20,7 @@ import psutil
 
 RANKS = 2
 GRACE_S = 5.0  # what the other rank gets once one has failed
-GROUP_TIMEOUT_S = 60.0
+GROUP_TIMEOUT_S = 120.0
 
 
 class RankError(Exception):
@@ -49,7 +49,7 @@ class RankPair:
     def __exit__(self, *error: object) -> None:
         self.stop(orderly=True)
 
-    def call(self, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0) -> list[Any]:
+    def call(self, function: Callable[..., Any], *args: Any, deadline_s: float = 120.0) -> list[Any]:
         """The results of `function(rank, *args)` on both ranks.
 
         Raises:

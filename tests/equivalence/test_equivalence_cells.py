@@ -32,6 +32,7 @@ def test_the_cells_hold_every_pair_of_options() -> None:
     assert cover(2)[0] == PAIRS, "the same cells every time"
 
 
+@pytest.mark.slow
 def test_few_cells_may_be_refused() -> None:
     refusable = sum(refusal_of(cell) is not None for cell in PAIRS)
     assert refusable <= (1 - LEAST_EQUAL) * len(PAIRS)

@@ -193,6 +193,7 @@ def test_a_loss_of_model_and_batch_takes_batches_of_any_structure(tree: Any, acc
 
 @some
 @given(trees(("inputs", "more")), st.sampled_from([tuple, list]), st.booleans(), st.sampled_from([1, 3]))
+@pytest.mark.slow
 def test_inputs_of_any_structure_reach_the_model_as_they_were_collated(
     tree: Any, pair: type[Any], gives_loss: bool, accumulation: int
 ) -> None:
@@ -210,6 +211,7 @@ def test_inputs_of_any_structure_reach_the_model_as_they_were_collated(
     check(judge_drawn(Cell(accumulation=accumulation), make_of(way), None))
 
 
+@pytest.mark.slow
 @some
 @given(trees(("inputs", "more", "labels")), trees(("loss", "logits")), st.booleans())
 def test_a_model_that_takes_the_batch_whole_trains_by_its_own_loss(tree: Any, output: Any, plain: bool) -> None:

@@ -58,7 +58,7 @@ class Watch(Callback):
         self.rates[step.step] = step.lr
 
 
-def judge(cell: Cell, pair: RankPair, deadline_s: float = 120.0) -> Verdict:
+def judge(cell: Cell, pair: RankPair, deadline_s: float = 200.0) -> Verdict:
     """Run a cell and compare; the pair starts its processes when the first cell needs them."""
     with tempfile.TemporaryDirectory(prefix="equivalence-") as folder:
         if cell.ranks == 1:

@@ -19,13 +19,16 @@ _OPTION = re.compile(r"(?<![\w-])--?[a-z][a-z-]*")
 
 
 def verbs() -> list[str]:
-    """Names of all verbs, and of the help before them."""
-    return [ROOT, *typer.main.get_command(app).commands]  # type: ignore[attr-defined]
+    """Names of all verbs, those of a group after its own, and of the help before them."""
+    found = [ROOT]
+    for name, verb in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        found += [name, *(f"{name} {part}" for part in getattr(verb, "commands", ()))]
+    return found
 
 
 def help_of(verb: str) -> str:
     """The help of a verb: its words in order, one line for each drawn line that has any."""
-    code, text = command(*([] if verb == ROOT else [verb]), "--help")
+    code, text = command(*([] if verb == ROOT else verb.split()), "--help")
     assert code == 0
     lines = (" ".join(_DRAWN.sub(" ", line).split()) for line in text.splitlines())
     return "".join(f"{line}\n" for line in lines if line)

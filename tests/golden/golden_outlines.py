@@ -25,7 +25,7 @@ from golden_cases import PLAIN, SMALL, STORED, STORED_RUNS, command
 
 KEYS = STORED / "keys.json"
 STORED_SWEEP = STORED / "sweep"
-VERB_DEADLINE_S = 120.0
+VERB_DEADLINE_S = 300.0
 
 Outline = dict[str, str]
 
@@ -201,7 +201,7 @@ def _network() -> dict[str, Outline]:
 
 
 def _tune() -> dict[str, Outline]:
-    printed = apart("tune", "--config", CONFIG, "--out", "search", "--trials", "2", "--budget", "100s", "--json")
+    printed = apart("tune", "--config", CONFIG, "--out", "search", "--trials", "2", "--budget", "250s", "--json")
     return _same(printed, Path("search/tune.json"))
 
 

@@ -12,7 +12,7 @@ import torch
 from frameworm import Trainer, run  # noqa: F401  (imported before ranks are forked)
 from frameworm.distributed import cleanup, setup_ddp
 
-COLLECTIVE_TIMEOUT_S = 60.0
+COLLECTIVE_TIMEOUT_S = 120.0
 
 
 def work(rank: int, world_size: int, out: str, tasks: list[str]) -> None:

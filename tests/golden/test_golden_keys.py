@@ -13,6 +13,7 @@ from golden_outlines import VERB_GROUPS, check, disagreements, outline, prepare
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("group", VERB_GROUPS)
 def test_verbs_give_the_same_keys(group: str, tmp_path: Path) -> None:
     prepare(tmp_path)

@@ -15,6 +15,7 @@ from golden_outlines import check, run_outlines
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("group", GROUPS)
 def test_losses_are_what_they_were(group: str, tmp_path: Path) -> None:
     expected = {name: ranks for name, ranks in stored_losses("cases").items() if name in GROUPS[group]}

@@ -29,6 +29,7 @@ def _copies(kinds: Sequence[str], folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("kinds", "world_size"), [(ALONE, 1), (TOGETHER, 2)], ids=["alone", "together"])
 def test_resumed_runs_continue_as_they_did(kinds: Sequence[str], world_size: int, tmp_path: Path) -> None:
     kinds = _readable(kinds)
@@ -40,6 +41,7 @@ def test_resumed_runs_continue_as_they_did(kinds: Sequence[str], world_size: int
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_verbs_read_stored_runs(tmp_path: Path) -> None:
     """`diagnose`, `runs`, `evaluate` and `export`; the sha256 is that of all exported tensors."""
     kinds = _readable(tuple(RUN_KINDS))

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from frameworm.guard.figures import RunFigures, Work
+from frameworm.guard.run_metrics import RunMetrics, Work
 from frameworm.records.estimate import Estimate
 from frameworm.records.schema import Batch, Memory, Quality, RunRecord, StepRecord
 from frameworm.records.store import RunFolder
@@ -58,9 +58,9 @@ def times(seed: int, noise: Noise, steps: int, step_s: float = 0.04) -> list[flo
     return found
 
 
-def figures(step_times: list[float], name: str = "run", **values: object) -> RunFigures:
+def figures(step_times: list[float], name: str = "run", **values: object) -> RunMetrics:
     """A run as the guard sees it, three quarters of its steps in backward."""
-    run = RunFigures(name=name, steps=len(step_times) + 5, left_out=5, environment=dict(MACHINE))
+    run = RunMetrics(name=name, steps=len(step_times) + 5, left_out=5, environment=dict(MACHINE))
     run.set_times(step_times)
     mean_s = sum(step_times) / len(step_times)
     run.phases = {

@@ -222,7 +222,7 @@ def test_few_states_show_nothing(count: int) -> None:
 
 
 def test_unequal_decisions_are_a_change_whatever_the_gradients() -> None:
-    told = ["lr of weight is 0.2 instead of 0.1", "a step is skipped that was not"]
+    told = ["lr of weight is 0.2 instead of 0.1", "a step is now skipped"]
     verdict = judge_agreement(replace(agreement(*SAME), differences=told))
     assert verdict.passed is False
     assert verdict.detail == "lr of weight is 0.2 instead of 0.1 (and 1 more)"
@@ -268,7 +268,7 @@ def test_random_draws_must_not_repeat_unless_they_did_before() -> None:
 def test_comparisons_survive_json(draws: Draws | None) -> None:
     measured = Agreement(
         [StateErrors(3, [output(), below(2.0)]), StateErrors(9, [output()])],
-        ["a step is skipped that was not"],
+        ["a step is now skipped"],
         {"weight": 0.25},
         "fp32",
         BF16,

@@ -10,9 +10,9 @@ from synthetic_runs import MACHINE, QUIET, figures, store, times
 
 from frameworm.errors import BaselineError, RunFolderError
 from frameworm.guard.baseline import MOST_RUNS, Baseline, read_baseline, with_runs, write_baseline
-from frameworm.guard.figures import BLOCK_LIMIT, RunFigures, crowding, read_run, read_runs
 from frameworm.guard.measure import measure_calls
 from frameworm.guard.regression import judge
+from frameworm.guard.run_metrics import BLOCK_LIMIT, RunMetrics, crowding, read_run, read_runs
 from frameworm.records.observations import SystemSummary
 from frameworm.records.schema import Compilation, Statistics
 
@@ -64,8 +64,8 @@ def test_nan_survives_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "no JSON"),
-        ("{", "no JSON"),
+        ("", "not JSON"),
+        ("{", "not JSON"),
         ("[]", "format"),
         ('{"format": "another"}', "format"),
         ('{"format": "frameworm baseline", "version": 99}', "version 99"),
@@ -171,7 +171,7 @@ def test_calls_are_measured_as_steps() -> None:
     assert run.typical_s == pytest.approx(0.01)
     assert max(run.mean_s) == pytest.approx(0.01)
     assert 95 <= run.measured_steps <= 105
-    assert isinstance(run, RunFigures)
+    assert isinstance(run, RunMetrics)
 
 
 def test_short_calls_are_timed_together() -> None:

@@ -157,7 +157,7 @@ def test_memory_and_quality(frameworm: Callable[..., Ended], tmp_path: Path) -> 
     store(tmp_path / "broken", times(6, QUIET, 277), quality=Quality(float("nan"), None, None))
     ended = frameworm("guard", "broken", "--baseline", "before")
     assert ended.code == 1
-    assert "train loss: it is no number any more" in ended.stdout
+    assert "train loss: it is not finite any more" in ended.stdout
 
 
 def test_inconclusive(frameworm: Callable[..., Ended], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import time
 
 def test_step(performance_guard):
     step = lambda: time.sleep(0.004)
-    performance_guard(step, baseline="perf/step.json", measured_s=0.5, max_regression="60%")
+    performance_guard(step, baseline="perf/step.json", measured_s=0.5, max_regression="1000%")
 """
 
 
@@ -48,7 +48,7 @@ def _project(folder: Path, text: str) -> Path:
 
 def test_the_plugin_does_not_wait_for_torch() -> None:
     code = "import sys, frameworm.pytest_plugin; sys.exit('torch' in sys.modules or 'psutil' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 @pytest.mark.slow
@@ -72,6 +72,7 @@ def test_run_folders(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_callables(tmp_path: Path) -> None:
     project = _project(tmp_path / "project", ABOUT_STEPS)
     written = _pytest(project, "--update-performance")

@@ -15,7 +15,7 @@ from frameworm.guard.proof import (
     AGREEMENT,
     Evidence,
     Learning,
-    Mathematics,
+    NumericsEffect,
     Proof,
     StepEvidence,
     lacks_only_quality,
@@ -59,8 +59,8 @@ def evidence_of(precision: str = "fp32", faults: Faults = HONEST) -> Evidence:
 SAME = evidence_of()
 
 
-def verdict_of(evidence: Evidence, mathematics: Mathematics = "rounding") -> Proof:
-    return prove(windows(0.1, 6, quiet(0)), evidence, mathematics=mathematics)
+def verdict_of(evidence: Evidence, numerics_effect: NumericsEffect = "rounding") -> Proof:
+    return prove(windows(0.1, 6, quiet(0)), evidence, numerics_effect=numerics_effect)
 
 
 def test_pairs_are_neighbours_and_used_once() -> None:
@@ -85,6 +85,7 @@ def test_a_steady_slowdown_of_the_machine_cancels_in_abba() -> None:
 
 @pytest.mark.parametrize("make", [quiet, disturbed])
 @pytest.mark.parametrize("pairs", [5, 8])
+@pytest.mark.slow
 def test_null_changes_are_accepted_in_at_most_five_of_a_hundred(
     make: Callable[[int], Callable[[], float]], pairs: int
 ) -> None:
@@ -93,6 +94,7 @@ def test_null_changes_are_accepted_in_at_most_five_of_a_hundred(
     assert accepted <= 0.05 * tries
 
 
+@pytest.mark.slow
 def test_looking_again_after_more_windows_keeps_null_changes_out() -> None:
     tries, accepted = 100, 0
     for seed in range(tries):
@@ -152,7 +154,7 @@ def test_a_frozen_layer_is_rejected_by_name(precision: str, layer: str) -> None:
     proof = verdict_of(evidence)
     assert proof.verdict == "rejected"
     assert f"only one side computes the gradient of {layer}" in proof.reason
-    allowed = prove(windows(0.1, 6, quiet(0)), evidence, mathematics="more", consent=True)
+    allowed = prove(windows(0.1, 6, quiet(0)), evidence, numerics_effect="more", consent=True)
     assert allowed.verdict == "rejected"
     assert f"{layer} is no longer updated" in allowed.reason
 
@@ -205,9 +207,9 @@ def test_what_is_not_finite_is_rejected_in_all_mathematics() -> None:
     agreement = replace(SAME.agreement, states=[*others, replace(last, outputs=outputs)])
     steps = [*SAME.candidate.steps[:-1], SAME.candidate.steps[-1]._replace(loss=math.nan)]
     evidence = Evidence(SAME.baseline, replace(SAME.candidate, steps=steps), agreement)
-    for mathematics in get_args(Mathematics):
-        proof = prove(windows(0.5, 8, quiet(0)), evidence, mathematics=mathematics, consent=True)
-        assert proof.verdict == "rejected", mathematics
+    for numerics_effect in get_args(NumericsEffect):
+        proof = prove(windows(0.5, 8, quiet(0)), evidence, numerics_effect=numerics_effect, consent=True)
+        assert proof.verdict == "rejected", numerics_effect
         assert "not finite" in proof.reason
 
 
@@ -217,8 +219,8 @@ OTHER_SAMPLES = Evidence(train(), replace(train(faults=Faults(order_seed=5)), st
 
 def test_other_mathematics_need_consent_or_a_longer_check() -> None:
     evidence, fast = OTHER_SAMPLES, windows(0.5, 8, quiet(0))
-    assert "--allow approximate" in prove(fast, evidence, mathematics="more").reason
-    assert prove(fast, evidence, mathematics="more", consent=True).verdict == "accepted"
+    assert "--allow approximate" in prove(fast, evidence, numerics_effect="more").reason
+    assert prove(fast, evidence, numerics_effect="more", consent=True).verdict == "accepted"
     before = ends(0.30, 0.31, 0.29)
     verdicts = {
         "accepted": Quality(before, ends(0.301, 0.310, 0.290), 100),
@@ -226,7 +228,7 @@ def test_other_mathematics_need_consent_or_a_longer_check() -> None:
         "inconclusive": Quality(before, ends(0.25, 0.36, 0.29), 100),
     }
     for verdict, quality in verdicts.items():
-        assert prove(fast, evidence, mathematics="more", quality=quality).verdict == verdict
+        assert prove(fast, evidence, numerics_effect="more", quality=quality).verdict == verdict
 
 
 def ends(*losses: float) -> list[SeedEnd]:
@@ -235,14 +237,14 @@ def ends(*losses: float) -> list[SeedEnd]:
 
 def test_a_longer_check_completes_a_proof_that_lacks_nothing_else() -> None:
     evidence, quality = OTHER_SAMPLES, Quality(ends(0.3, 0.31, 0.29), ends(0.3, 0.31, 0.29), 100)
-    fast = prove(windows(0.5, 8, quiet(0)), evidence, mathematics="more")
+    fast = prove(windows(0.5, 8, quiet(0)), evidence, numerics_effect="more")
     assert (fast.verdict, lacks_only_quality(fast)) == ("inconclusive", True)
     whole = with_quality(fast, True, "as good", quality)
     assert whole.verdict == "accepted"
     assert Proof.from_json(json.loads(json.dumps(whole.to_json()))) == whole
     assert with_quality(fast, False, "worse", quality).reason == "quality: worse"
-    slow = prove(windows(-0.1, 8, quiet(0)), evidence, mathematics="more")
-    frozen = prove(windows(0.5, 8, quiet(0)), evidence_of(faults=Faults(frozen="first")), mathematics="more")
+    slow = prove(windows(-0.1, 8, quiet(0)), evidence, numerics_effect="more")
+    frozen = prove(windows(0.5, 8, quiet(0)), evidence_of(faults=Faults(frozen="first")), numerics_effect="more")
     assert not lacks_only_quality(slow)
     assert not lacks_only_quality(frozen)
 
@@ -251,19 +253,19 @@ def test_what_nobody_counted_is_vouched_for_by_a_longer_check_only() -> None:
     candidate, fast = OTHER_SAMPLES.candidate, windows(0.5, 8, quiet(0))
     steps = [step._replace(real_tokens=None) for step in candidate.steps]
     no_tokens = replace(OTHER_SAMPLES, candidate=replace(candidate, steps=steps))
-    assert prove(fast, no_tokens, mathematics="more", consent=True).verdict == "accepted"
+    assert prove(fast, no_tokens, numerics_effect="more", consent=True).verdict == "accepted"
     bare = [StepEvidence(step.loss) for step in steps]
     uncounted = replace(OTHER_SAMPLES, candidate=replace(candidate, steps=bare))
-    assert prove(fast, uncounted, mathematics="more", consent=True).verdict == "inconclusive"
-    assert lacks_only_quality(prove(fast, uncounted, mathematics="more"))
+    assert prove(fast, uncounted, numerics_effect="more", consent=True).verdict == "inconclusive"
+    assert lacks_only_quality(prove(fast, uncounted, numerics_effect="more"))
     unnamed = replace(OTHER_SAMPLES, candidate=Learning(steps))
-    assert not lacks_only_quality(prove(fast, unnamed, mathematics="more"))
+    assert not lacks_only_quality(prove(fast, unnamed, numerics_effect="more"))
 
 
 @pytest.mark.parametrize("side", ["baseline", "candidate"])
 def test_an_approximation_must_train_the_same_parameters(side: str) -> None:
     more = replace(OTHER_SAMPLES, **{side: replace(OTHER_SAMPLES.baseline, moved=frozenset({"first", "second", "x"}))})
-    proof = prove(windows(0.5, 8, quiet(0)), more, mathematics="more", consent=True)
+    proof = prove(windows(0.5, 8, quiet(0)), more, numerics_effect="more", consent=True)
     assert proof.verdict == "rejected"
     assert f"x is {'no longer' if side == 'baseline' else 'now'} updated" in proof.reason
     assert proof.change == "approximation"

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from frameworm import Trainer
-from frameworm.guard.figures import RunFigures, read_runs
 from frameworm.guard.regression import judge
+from frameworm.guard.run_metrics import RunMetrics, read_runs
 
 CAMPAIGN = "CAMPAIGN" in os.environ
 PAIRS = 20 if CAMPAIGN else 2
@@ -43,7 +43,7 @@ class Working(nn.Module):
         return scores
 
 
-def _run(folder: Path, work_s: float) -> RunFigures:
+def _run(folder: Path, work_s: float) -> RunMetrics:
     torch.manual_seed(0)
     model = Working(work_s)
     data = TensorDataset(torch.randn(STEPS * 8, 64), torch.randint(4, (STEPS * 8,)))

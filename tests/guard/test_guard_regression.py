@@ -10,9 +10,9 @@ from synthetic_runs import CORRELATED, LIVELY, MACHINE, QUIET, Noise, figures, t
 
 from frameworm.errors import BaselineError, ConfigError
 from frameworm.guard.comparison import compare_runs
-from frameworm.guard.figures import Work
 from frameworm.guard.limits import Limits, parse_limit
-from frameworm.guard.regression import Judgement, check_fit, judge
+from frameworm.guard.regression import GuardVerdict, check_fit, judge
+from frameworm.guard.run_metrics import Work
 from frameworm.records.estimate import Estimate
 
 CASES = pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_limit_that_cannot_be_seen_is_not_ok() -> None:
     assert judgement.exit_code == 3
 
 
-def _judge_changed(**values: object) -> Judgement:
+def _judge_changed(**values: object) -> GuardVerdict:
     limits = values.pop("limits", None)
     assert limits is None or isinstance(limits, Limits)
     return judge([figures(times(1, QUIET, 300))], [figures(times(2, QUIET, 300), "new", **values)], limits)
@@ -238,7 +238,7 @@ def test_other_batches_are_compared_by_sample() -> None:
     comparison = compare_runs(before, after)
     assert comparison.per_sample
     assert comparison.typical is not None
-    assert comparison.typical.ratio == pytest.approx(1.0, abs=0.05)
+    assert comparison.typical.value == pytest.approx(1.0, abs=0.05)
     assert {item.name for item in comparison.work} == {"global_batch", "tokens_per_step"}
 
 

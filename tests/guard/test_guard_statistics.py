@@ -46,8 +46,8 @@ def test_the_spread_between_runs_is_learned() -> None:
     assert run_spread(alike)[0] < PRIOR_SPREAD
     assert run_spread(apart)[0] > 0.05
     new = [Level(0.06, 1e-8, 19.0)]
-    assert independent_ratio(alike, new).outside_noise
-    assert not independent_ratio(apart, new).outside_noise
+    assert independent_ratio(alike, new).leaves_out(1)
+    assert not independent_ratio(apart, new).leaves_out(1)
 
 
 def test_too_little_has_no_level() -> None:

@@ -103,7 +103,7 @@ def train_recorded(
 def on_ranks(run_ranks: Callable[..., Any], function: Callable[..., Any], *args: Any) -> list[Any]:
     """Run a function on two ranks. A rank that fails is no AssertionError, so that it reads as a broken setup."""
     try:
-        results: list[Any] = run_ranks(function, 2, args, timeout_s=60)
+        results: list[Any] = run_ranks(function, 2, args)
     except AssertionError as error:
         raise RuntimeError(str(error)) from None
     return results

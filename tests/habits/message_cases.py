@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import select
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -130,7 +130,7 @@ class CommandLine:
         self._patch = patch
         self._capture = capture
 
-    def __call__(self, *args: str | Path, limit_s: float = 30.0) -> Ended:
+    def __call__(self, *args: str | Path, limit_s: float = 120.0) -> Ended:
         """Run to the end; what a user would see as a traceback fails the test."""
         self._capture.readouterr()
         self._patch.setattr(sys, "argv", ["frameworm", *(str(argument) for argument in args)])
@@ -139,7 +139,7 @@ class CommandLine:
         stdout, stderr = self._capture.readouterr()
         return Ended(code, stdout, stderr)
 
-    def refuses(self, *args: str | Path, limit_s: float = 30.0) -> str:
+    def refuses(self, *args: str | Path, limit_s: float = 120.0) -> str:
         """The one line with which a command ends with exit code 2."""
         ended = self(*args, limit_s=limit_s)
         assert ended.code == 2, f"exit code {ended.code}\n{ended.stdout}{ended.stderr}"
@@ -172,12 +172,12 @@ def nobody_reads(pipe: Path) -> Iterator[None]:
                 descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
             except OSError:
                 continue  # nobody has it open
-            time.sleep(0.5)
-            try:
-                os.write(descriptor, b" ")
-                read.set()
-            except BrokenPipeError:
-                pass  # it was opened and closed again
+            watched = select.poll()
+            watched.register(descriptor, 0)
+            if not watched.poll(5000):  # an error would say that it was opened and closed again
+                with suppress(BrokenPipeError):
+                    os.write(descriptor, b" ")
+                    read.set()
             os.close(descriptor)
 
     watcher = threading.Thread(target=watch)

@@ -155,6 +155,6 @@ def built_once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path
 def completed(cli: Cli, *arguments: Any) -> subprocess.CompletedProcess[str]:
     """Run the command line; one that does not end in time is not the failure that a test expects."""
     try:
-        return cli(*arguments, env={"OMP_NUM_THREADS": "1"}, timeout_s=120)
+        return cli(*arguments, env={"OMP_NUM_THREADS": "1"}, timeout_s=200)
     except AssertionError as error:
         raise RuntimeError(str(error)) from error

@@ -106,6 +106,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.slow
 def test_training_goes_on_eagerly_when_the_compiler_fails_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fresh_compiler: None
 ) -> None:

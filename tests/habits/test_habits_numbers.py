@@ -206,6 +206,7 @@ def _one_rank_cannot_tell(rank: int, world_size: int) -> torch.Tensor:
     return model.weight.detach()
 
 
+@pytest.mark.slow
 def test_ranks_weigh_the_same_where_one_cannot_tell_its_samples(run_ranks: Callable[..., Any]) -> None:
     expected = one_update(by_either, [pairs()[0], 7], (1, 1))
     for found in run_ranks(_one_rank_cannot_tell, 2, timeout_s=200):
@@ -221,6 +222,7 @@ def _scored_on_ranks(rank: int, world_size: int) -> list[float | None]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_the_accuracy(run_ranks: Callable[..., Any]) -> None:
     right = trainer(linear(), lr=FROZEN).train(pairs(), pairs()).accuracy
     for found in run_ranks(_scored_on_ranks, 2, timeout_s=300):

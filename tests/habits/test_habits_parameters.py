@@ -301,6 +301,7 @@ def _train_everything_rank(rank: int, world_size: int, strategy: str) -> list[to
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.slow
 def test_what_trains_may_change_in_mid_epoch_under_every_strategy(run_ranks: Callable[..., Any], strategy: str) -> None:
     first, second = on_ranks(run_ranks, _train_everything_rank, strategy)
     for change, found, other in zip(CHANGES, first, second):

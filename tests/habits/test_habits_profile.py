@@ -11,16 +11,22 @@ from typing import Any, NamedTuple
 import pytest
 from number_cases import Cli, built_once, completed
 
+from frameworm.records.schema import StepRecord
+from frameworm.records.statistics import DEFAULT_WARMUP
+from frameworm.records.writer import read_steps
+
 pytestmark = pytest.mark.slow
 
 
 class Profiled(NamedTuple):
     summary: dict[str, Any]
+    steps: list[StepRecord]
     stdout: str
     stderr: str
 
 
-# Loader workers take a second to start, in every epoch; from then on a batch is there when it is asked for.
+# Loader workers take a second to start, in every epoch; from then on a batch is there when it is asked for. The script
+# prints how long all of it took.
 START_S = 1.0
 EPOCHS = 3
 STEPS_PER_EPOCH = 10
@@ -39,12 +45,14 @@ STARTING_WORKERS = f"""
         data = TensorDataset(torch.ones({4 * STEPS_PER_EPOCH}, 4))
         model = nn.Linear(4, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        began = time.perf_counter()
         for epoch in range({EPOCHS}):
             for (inputs,) in DataLoader(data, 4, num_workers=1, worker_init_fn=start):
                 optimizer.zero_grad()
                 model(inputs).sum().backward()
                 time.sleep(0.02)
                 optimizer.step()
+        print(time.perf_counter() - began)
 """
 
 # A generator of 12 parameters and a discriminator of 5 learn from 8 samples per step; then the generator is traced.
@@ -113,24 +121,32 @@ def profiled(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
         folder = built_once(tmp_path_factory, f"profile-{name}", build)
         summary = json.loads((folder / "run" / "summary.json").read_text())
-        return Profiled(summary, (folder / "stdout").read_text(), (folder / "stderr").read_text())
+        steps = read_steps(folder / "run" / "steps-rank0.jsonl")
+        return Profiled(summary, steps, (folder / "stdout").read_text(), (folder / "stderr").read_text())
 
     return profile
 
 
 def test_the_start_of_loader_workers_is_no_wait_of_the_steady_step(profiled: Callable[[str], Profiled]) -> None:
-    summary = profiled("starting_workers").summary
-    assert summary["steps"] == EPOCHS * STEPS_PER_EPOCH
-    assert summary["phases"]["data_wait"]["mean_s"] < 0.5 * START_S / STEPS_PER_EPOCH
+    found = profiled("starting_workers")
+    assert found.summary["steps"] == len(found.steps) == EPOCHS * STEPS_PER_EPOCH
+    # However busy the machine: what a step takes is part of the rest.
+    spent_s = sum(max(step.step_s, sum(step.phases.values())) for step in found.steps)
+    assert spent_s < float(found.stdout) - 0.8 * EPOCHS * START_S
 
 
 def test_the_start_of_loader_workers_does_not_call_for_more_of_them(profiled: Callable[[str], Profiled]) -> None:
+    """On a busy machine steps may wait for batches after all: no more is promised than that explains."""
+    found = profiled("starting_workers")
     promised = [
         finding["expected_speedup"]["value"]
-        for finding in profiled("starting_workers").summary["findings"]
+        for finding in found.summary["findings"]
         if finding["expected_speedup"] and any("num_workers" in remedy["knob"] for remedy in finding["remedies"])
     ]
-    assert [value for value in promised if value > 1.5] == []
+    counted = found.steps[DEFAULT_WARMUP:]
+    step_s = sum(step.step_s for step in counted)
+    most = step_s / (step_s - sum(step.phases.get("data_wait", 0.0) for step in counted))
+    assert [value for value in promised if value > max(1.5, 1.01 * most)] == []
 
 
 def test_the_parameters_of_all_optimizers_are_counted(profiled: Callable[[str], Profiled]) -> None:

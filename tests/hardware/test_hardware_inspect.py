@@ -108,6 +108,14 @@ def test_storage_stops_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert facts.written_bytes == 2 * 4 * 2**20
 
 
+def test_storage_is_timed_until_the_file_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(storage.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(storage.os, "fsync", lambda descriptor: clock.append(clock.pop() + 2.0))
+    facts = probe_storage(tmp_path, 2**20)
+    assert facts.write_bytes_per_s == 2**19, "a file in the page cache is not written yet"
+
+
 def test_storage_takes_little_of_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
     assert probe_storage(tmp_path).written_bytes == 2**20 // 20

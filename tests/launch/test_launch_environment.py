@@ -179,3 +179,12 @@ def test_only_our_launcher_reports_for_its_workers() -> None:
     assert reported_by_launcher({"LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "frameworm-job"})
     assert not reported_by_launcher({"LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"})
     assert not reported_by_launcher({"TORCHELASTIC_RUN_ID": "frameworm-job"})
+
+
+def test_ranks_may_share_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FRAMEWORM_RANKS_PER_GPU", "2")
+    ranks = [ProcessInfo(rank=rank, local_rank=rank, world_size=4, launcher="torchrun") for rank in range(4)]
+    assert [item.device_index(2) for item in ranks] == [0, 0, 1, 1]
+    monkeypatch.setenv("FRAMEWORM_RANKS_PER_GPU", "none")
+    with pytest.raises(EnvironmentSetupError, match="FRAMEWORM_RANKS_PER_GPU"):
+        ranks[0].device_index(2)

@@ -258,6 +258,7 @@ def test_two_pods_train_the_config_together(kind: str, tmp_path: Path, free_port
 
 @pytest.mark.slow
 @pytest.mark.timeout(3 * POD_S)
+@pytest.mark.long
 def test_a_pod_that_has_to_go_saves_and_the_next_one_goes_on(tmp_path: Path, free_port: int) -> None:
     job = dataclasses.replace(
         JOB,

@@ -77,6 +77,7 @@ def sleep_for_ever(rank: int, world_size: int) -> None:
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_the_fixture_shows_the_traceback_and_keeps_its_deadline(run_ranks: Callable[..., list[Any]]) -> None:
     with pytest.raises(AssertionError, match="ValueError: only here"):
         run_ranks(fail_on_one_rank)
@@ -85,6 +86,7 @@ def test_the_fixture_shows_the_traceback_and_keeps_its_deadline(run_ranks: Calla
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_spawn_jobs_side_by_side_find_their_own(tmp_path: Path) -> None:
     script = str(Path(__file__).parent / "spawn_jobs.py")
     parents = [
@@ -92,7 +94,7 @@ def test_spawn_jobs_side_by_side_find_their_own(tmp_path: Path) -> None:
         for method, first in (("spawn", "10"), ("forkserver", "20"))
     ]
     try:
-        assert [parent.wait(90) for parent in parents] == [0, 0]
+        assert [parent.wait(200) for parent in parents] == [0, 0]
     finally:
         for parent in parents:
             kill_tree(parent.pid)

@@ -12,7 +12,7 @@ from frameworm.launch import reports as module
 from frameworm.launch.reports import RankReports
 
 
-def _two(store: HashStore, limit_s: float = 10.0) -> list[RankReports]:
+def _two(store: HashStore, limit_s: float = 60.0) -> list[RankReports]:
     return [RankReports(store, rank, 2, limit_s) for rank in range(2)]
 
 

@@ -123,7 +123,7 @@ class Stage:
             **variables,
         }
         return subprocess.run(
-            ["bash"], input=script, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=20
+            ["bash"], input=script, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=100
         )
 
     def called(self) -> list[str]:

@@ -147,6 +147,7 @@ def train_until_stopped(rank: int, world_size: int, seed: int, rounds: int) -> l
     return stops
 
 
+@pytest.mark.slow
 def test_three_processes_agree_when_one_gets_the_signal(run_ranks: Callable[..., list[Any]]) -> None:
     stops = run_ranks(train_until_stopped, world_size=3, args=(random.randrange(10**6), 12))
     assert stops[0] == stops[1] == stops[2]

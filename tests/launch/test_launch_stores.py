@@ -88,7 +88,7 @@ def test_a_host_that_comes_late_is_waited_for() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     hosts = []
-    late = threading.Timer(1.0, lambda: hosts.append(host_store("127.0.0.1", port, timedelta(seconds=20))))
+    late = threading.Timer(1.0, lambda: hosts.append(host_store("127.0.0.1", port, timedelta(seconds=60))))
     late.start()
     store = join_store("127.0.0.1", port, 60.0)
     store.set("key", "value")

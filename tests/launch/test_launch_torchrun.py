@@ -40,7 +40,7 @@ def said_in(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if ours.match(line)]
 
 
-def wait_until(condition: Callable[[], bool], deadline_s: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], deadline_s: float = 120) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -132,7 +132,7 @@ def test_two_jobs_side_by_side_do_not_meet(tmp_path: Path, launcher: Callable[..
     ports = [read(tmp_path / name / "rank-0")["MASTER_PORT"] for name in ("a", "b")]
     assert ports[0] != ports[1]
     jobs[0].send_signal(signal.SIGINT)
-    assert jobs[0].wait(40) == 130
+    assert jobs[0].wait(100) == 130
     assert jobs[1].poll() is None
     assert not list((tmp_path / "b").glob("saved-*"))
 
@@ -148,7 +148,7 @@ def test_signals_reach_the_workers_which_may_save(
     wait_until(lambda: len(list(tmp_path.glob("rank-*"))) == 2)
     workers = psutil.Process(job.pid).children(recursive=True)
     job.send_signal(signal.Signals[sent])
-    assert job.wait(40) == code
+    assert job.wait(100) == code
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == [seen, seen]
     assert job.stderr is not None
     assert job.stderr.read() == ""
@@ -166,7 +166,7 @@ def test_two_nodes_by_first_rank_share_the_cause_of_a_failure(
     world = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     nodes = [launcher("fail", "2", str(tmp_path), RANK=first, **world) for first in ("2", "0")]
     for node in nodes:
-        assert node.wait(60) == 2
+        assert node.wait(100) == 2
         assert node.stderr is not None
         assert said_in(node.stderr.read()) == ["rank 3: ended with exit code 2"]
     assert [read(tmp_path / f"rank-{rank}")["LOCAL_RANK"] for rank in range(4)] == ["0", "1", "0", "1"]

@@ -31,13 +31,13 @@ step = 0
 def end(error, account):
     print(account, flush=True)
     end_process(error)
-with Watchdog(shared_store("watch"), info.rank, info.world_size, 4.0, lambda: step, lambda frame: "testing", end):
+with Watchdog(shared_store("watch"), info.rank, info.world_size, 8.0, lambda: step, lambda frame: "testing", end):
     while True:
         all_reduce_sums([1.0])
         step += 1
-        if step == 40 and info.rank == 0:
+        if step == 10 and info.rank == 0:
             print("running", flush=True)
-        if step == 50 and info.rank == 1 and sys.argv[1] == "hang":
+        if step == 15 and info.rank == 1 and sys.argv[1] == "hang":
             time.sleep(300)
         time.sleep(0.05)
 """
@@ -154,10 +154,10 @@ def test_a_rank_that_stops_is_named_by_the_other(ranks: Callable[..., Any], how:
     if how == "freeze":
         psutil.Process(both[whom].pid).send_signal(signal.SIGSTOP)
     waiting = both[1 - whom]
-    stdout, stderr = waiting.communicate(timeout=40)
+    stdout, stderr = waiting.communicate(timeout=100)
     assert waiting.returncode == 1, stderr
     if how == "hang":  # its own watchdog may be the first to end it, which the other sees as a lost connection
-        more = both[whom].communicate(timeout=40)
+        more = both[whom].communicate(timeout=100)
         stdout, stderr = stdout + more[0], stderr + more[1]
     assert f"rank {whom} did not arrive (" in stderr
     assert f"rank {1 - whom} did not arrive" not in stderr
@@ -184,7 +184,7 @@ def test_a_lost_link_ends_both_hosts_and_each_names_the_other(network_lab: Calla
     assert both[0].stdout.readline() == "running\n"
     subprocess.run(["ip", "-n", lab.hosts[1].namespace, "link", "set", "eth0", "down"], check=True, timeout=20)
     for rank, process in enumerate(both):
-        _, stderr = process.communicate(timeout=40)
+        _, stderr = process.communicate(timeout=100)
         assert process.returncode == 1, stderr
         assert f"rank {1 - rank} did not arrive (silent for" in stderr
         assert "or this rank has lost its network" in stderr

@@ -35,7 +35,7 @@ if os.environ["RANK"] == "0":
         connection.shutdown(socket.SHUT_WR)
         connection.recv(1)
 else:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         try:
             connection = socket.create_connection(address)

@@ -44,7 +44,7 @@ class Model(nn.Module):
 
     def forward(self, inputs):
         if self.training:
-            time.sleep(0.04)
+            time.sleep(0.08)  # a run is to last for seconds after what stops it is sent
         return self.layers(inputs)
 
 
@@ -127,7 +127,7 @@ class Cluster:
     def ended(self, job: int, limit_s: float = 150) -> JobState:
         return self.wait(job, lambda state: state.ended, limit_s)
 
-    def requeued(self, job: int, limit_s: float = 30) -> None:
+    def requeued(self, job: int, limit_s: float = 100) -> None:
         """Wait for a requeue, and do not wait the two minutes that SLURM holds the job back."""
         self.wait(job, lambda state: state.restarts == 1 and state.state == "PENDING", limit_s)
         time.sleep(2)  # a job started in the very second of its end is refused by the nodes: the reason for that wait
@@ -323,7 +323,7 @@ def test_interrupting_the_follower_leaves_the_job(cluster: Cluster) -> None:
         job = int(follower.stderr.readline().split()[1].rstrip(":"))
         cluster.wait(job, lambda state: state.state == "RUNNING")
         follower.send_signal(signal.SIGINT)
-        _, said = follower.communicate(timeout=20)
+        _, said = follower.communicate(timeout=60)
     finally:
         follower.kill()
         follower.wait()
@@ -361,8 +361,8 @@ def test_a_lab_leaves_nothing_behind(slurm_lab: Any, slurm_lab_script: Any, tmp_
     with slurm_lab_script.SlurmLab(nodes=1, gpus=0) as lab:
         folder = lab.folder
         command = ["sbatch", "--output=/dev/null", "--wrap", "trap '' TERM; srun sleep 1000"]
-        subprocess.run(command, env=lab.environment(), check=True, capture_output=True, timeout=20, cwd=tmp_path)
-        deadline = time.monotonic() + 20
+        subprocess.run(command, env=lab.environment(), check=True, capture_output=True, timeout=60, cwd=tmp_path)
+        deadline = time.monotonic() + 60
         while "RUNNING" not in lab.ask("squeue", "--noheader", "--format=%T"):
             assert time.monotonic() < deadline
             time.sleep(0.1)

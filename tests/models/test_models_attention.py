@@ -58,6 +58,26 @@ def test_each_sequence_as_if_alone(
         assert torch.allclose(ours, theirs, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_long_sequences_go_through_torchs_kernel(causal: bool, dtype: torch.dtype) -> None:
+    lengths = (9, 131, 140, 9, 9, 200)
+    offsets = borders(*lengths)
+    heads = heads_of(sum(lengths), dtype=dtype)
+    exact = [tensor.detach().double().requires_grad_() for tensor in heads]
+    packed, expected = packed_attention(*heads, offsets, 200, causal), one_by_one(exact, offsets, causal)
+    assert packed.dtype == dtype
+    atol = 1e-5 if dtype == torch.float32 else 3e-2
+    assert torch.allclose(packed.double(), expected, atol=atol)
+    weights = torch.randn_like(expected)
+    for ours, theirs in zip(
+        torch.autograd.grad((packed.double() * weights).sum(), heads),
+        torch.autograd.grad((expected * weights).sum(), exact),
+        strict=True,
+    ):
+        assert torch.allclose(ours.double(), theirs, atol=atol)
+
+
 @pytest.mark.parametrize(
     ("lengths", "shapes"),
     [
@@ -72,7 +92,7 @@ def test_groups_end_where_that_saves_most(
     lengths: tuple[int, ...], shapes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grouped_attention, "_CALL", 1)
-    groups = grouped_attention._make_groups(np.array([0, *np.cumsum(lengths, dtype=np.int64)]), 8)
+    groups = grouped_attention._make_groups(np.array([0, *np.cumsum(lengths, dtype=np.int64)]), 2, 4)
     assert groups.shapes == shapes
     assert [mask is None for mask in groups.masks] == [lengths.count(length) == count for count, length in shapes]
 

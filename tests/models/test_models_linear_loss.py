@@ -178,6 +178,7 @@ def test_operator_keeps_torchs_rules() -> None:
         )
 
 
+@pytest.mark.slow
 def test_compiles_in_one_graph() -> None:
     hidden, weight, targets = inputs()
 

@@ -68,6 +68,7 @@ def test_gpt_over_text(tmp_path: Path, data_cache_dir: Path) -> None:
     assert padded.token_embedding.num_embeddings == 300
 
 
+@pytest.mark.slow
 def test_weights_depend_on_the_seed_alone(data_cache_dir: Path) -> None:
     def weights(seed: int) -> torch.Tensor:
         model = build_workload(config(data_cache_dir, seed=seed, data={"dataset": "generated"})).model
@@ -170,6 +171,7 @@ def saved(data_cache_dir: Path, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_init_from(data_cache_dir: Path, saved: Path) -> None:
     settings = config(data_cache_dir, seed=5, model={**TINY, "init_from": str(saved)})
     with torch.no_grad():

@@ -134,6 +134,17 @@ def test_further_tensors_may_come_later(training: Training) -> None:
     assert others["scale"].item() == 8.0
 
 
+def test_what_depends_on_the_values_is_told_that_they_were_restored(training: Training) -> None:
+    model, optimizer, _ = training
+    cast: list[Tensor] = []
+    tensors = StepTensors(
+        model.named_parameters(), [], optimizer, restored=lambda: cast.append(model.layers[0].bias.bfloat16())
+    )
+    tensors.restore({"parameter layers.0.bias": torch.full((6,), 3.0)})
+    assert len(cast) == 1
+    assert torch.equal(cast[0], torch.full((6,), 3.0, dtype=torch.bfloat16))
+
+
 def test_copies_do_not_follow(training: Training) -> None:
     model, optimizer, tensors = training
     saved = tensors.copy()

@@ -62,7 +62,10 @@ def _averaged(rank: int, world_size: int) -> tuple[list[bool], list[float], floa
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += rank + 1  # ranks part by one in each step
+        versions = [parameter._version for parameter in model.parameters()]
         met.append(strategy.after_step(model, step))
+        written = [parameter._version > before for parameter, before in zip(model.parameters(), versions)]
+        assert written == [met[-1]] * 2, "who keeps casts of the parameters must see that they were written"
     check_replicas(model, 4)
     assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
     start = model.weight.detach() - 4 * 1.5
@@ -78,3 +81,20 @@ def test_copies_meet_in_the_middle(run_ranks: Any) -> None:
         assert start == pytest.approx(weight, abs=1e-5)  # everybody began with rank 0's
         assert seen == 0.0
         assert sent == 4 * 4 // 2
+
+
+def _validated(rank: int, world_size: int) -> tuple[list[float], float]:
+    model = nn.Linear(3, 1)
+    model.register_buffer("seen", torch.tensor(0.0))
+    strategy = AveragingStrategy(torch.device("cpu"), rank, world_size, sync_every=2)
+    strategy.place(model)
+    with torch.no_grad():
+        model.weight.fill_(float(rank))
+        model.seen.fill_(float(rank))
+    assert not strategy.after_step(model, 1)
+    strategy.sync_buffers(model)
+    return model.weight.flatten().tolist(), float(model.seen)
+
+
+def test_validation_sees_the_mean_of_the_copies_between_two_averagings(run_ranks: Any) -> None:
+    assert run_ranks(_validated, 2) == [([0.5] * 3, 0.0)] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,7 +19,7 @@ from frameworm.parallel.units import find_units
 
 CPU = torch.device("cpu")
 WIDTH = 16
-DEADLINE_S = 60.0
+DEADLINE_S = 100.0
 
 
 class Model(nn.Module):
@@ -68,6 +69,7 @@ def _held(rank: int, world_size: int) -> dict[str, tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_state_is_really_divided(run_ranks: Callable[..., list[Any]]) -> None:
     whole = 4 * WIDTH * WIDTH * 4
     for found in run_ranks(_held, 2, timeout_s=DEADLINE_S):
@@ -94,6 +96,7 @@ def _gathered(rank: int, world_size: int) -> dict[str, list[bool]]:
     return found
 
 
+@pytest.mark.slow
 def test_only_zero2_keeps_layers_whole_until_backward(run_ranks: Callable[..., list[Any]]) -> None:
     for found in run_ranks(_gathered, 2, timeout_s=DEADLINE_S):
         assert found["zero2"] == [True, True, False]
@@ -134,6 +137,7 @@ def _public(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_the_public_optimizer_is_adam_in_parts(run_ranks: Callable[..., list[Any]]) -> None:
     for result in run_ranks(_public, 2, timeout_s=DEADLINE_S):
         assert result["own"] == 2

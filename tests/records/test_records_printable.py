@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frameworm.records.printable import csv_cell, printable
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_nothing_that_is_printed_steers_a_terminal(text: str) -> None:
     shown = printable(text)
@@ -24,6 +25,7 @@ def test_each_character_that_does_is_escaped(letter: str) -> None:
     assert printable(f"a{letter}b") == f"a\\u{ord(letter):04x}b"
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_json_means_the_same_after_it(text: str) -> None:
     assert json.loads(printable(json.dumps({"a": text}, indent=1))) == {"a": text}

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frameworm.records import reading
@@ -72,12 +72,14 @@ def test_json_that_nobody_wrote_is_refused_by_a_value_error(text: str) -> None:
         parse_json(text)
 
 
+@settings(deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers(-(2**120), 2**120) | st.floats(allow_nan=False) | st.text(),
         lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     )
 )
+@pytest.mark.slow
 def test_json_is_read_back_as_it_was_written(value: object) -> None:
     assert parse_json(json.dumps(value)) == value
     assert parse_json(json.dumps(value).encode()) == value

@@ -15,7 +15,7 @@ from frameworm.records.outliers import SlowSteps
 from frameworm.records.samples import SampleSeries, read_samples, sample_line
 from frameworm.records.schema import Batch, RunRecord, StepRecord
 from frameworm.records.statistics import StepAggregate
-from frameworm.records.system_figures import SystemFigures, robust_slope
+from frameworm.records.system_metrics import SystemMetrics, robust_slope
 from frameworm.records.writer import JsonLinesWriter
 
 
@@ -79,7 +79,7 @@ def test_a_series_is_bounded_and_keeps_means_and_last_counters(count: int) -> No
 
 
 def test_figures_of_the_machine() -> None:
-    figures = SystemFigures()
+    figures = SystemMetrics()
     assert figures.summary() is None
     for number in range(40):
         figures.add(make_sample(number), now=float(number))
@@ -104,7 +104,7 @@ def test_figures_of_the_machine() -> None:
 
 
 def test_a_summary_survives_the_run_record() -> None:
-    figures = SystemFigures()
+    figures = SystemMetrics()
     for number in range(8):
         figures.add(make_sample(number), now=float(number))
     record = RunRecord("r", "completed", {}, Batch(1, 1, 1, 1), system=figures.summary())
@@ -113,7 +113,7 @@ def test_a_summary_survives_the_run_record() -> None:
 
 
 def test_what_is_built_up_at_the_start_is_no_growth() -> None:
-    figures = SystemFigures()
+    figures = SystemMetrics()
     for number in range(40):
         figures.add(make_sample(number, rss_bytes=min(number, 10) * 1_000_000), now=float(number))
     summary = figures.summary()

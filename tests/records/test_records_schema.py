@@ -6,6 +6,7 @@ import json
 import math
 
 from frameworm.records.observations import OtherTime, Place
+from frameworm.records.printable import speedup_in_words
 from frameworm.records.schema import (
     Batch,
     CheckpointStatistics,
@@ -125,3 +126,10 @@ def test_a_step_needs_its_keys_and_ignores_others() -> None:
     assert math.isnan(step.loss)
     assert step.phases == {"forward": math.inf}
     assert step.tokens is None
+
+
+def test_a_record_with_unknown_numbers_can_be_shown() -> None:
+    record = RunRecord("empty", "failed", {}, Batch(None, 1, 1, None))
+    record.steps = None  # type: ignore[assignment]
+    assert "unknown steps" in repr(record)
+    assert speedup_in_words(None, 1.0, None) == "unknown as fast (1.00 to unknown)"

@@ -34,6 +34,7 @@ def by_numpy(values: list[float]) -> Statistics:
     return Statistics(float(array.mean()), float(array.std()), float(array.min()), float(array.max()), p50, p95, p99)
 
 
+@settings(deadline=None)
 @given(st.lists(times, min_size=1, max_size=200))
 def test_statistics_agree_with_numpy(values: list[float]) -> None:
     found = statistics(values)
@@ -107,6 +108,7 @@ def step_lists(draw: st.DrawFn) -> list[StepRecord]:
 
 @settings(deadline=None, max_examples=50)
 @given(step_lists(), st.integers(0, 10), st.integers(1, 8))
+@pytest.mark.slow
 def test_figures_agree_with_their_definition(steps: list[StepRecord], warmup: int, world_size: int) -> None:
     summary = summarise_steps(steps, warmup, world_size)
     measured = steps[min(warmup, len(steps) // 2) :]
@@ -144,6 +146,7 @@ def test_figures_agree_with_their_definition(steps: list[StepRecord], warmup: in
 
 @settings(deadline=None, max_examples=50)
 @given(step_lists(), st.integers(0, 10))
+@pytest.mark.slow
 def test_the_aggregate_agrees_with_the_exact_summary_at_every_step(steps: list[StepRecord], warmup: int) -> None:
     aggregate = StepAggregate(warmup, exact_limit=5)
     for number, step in enumerate(steps, start=1):
@@ -209,6 +212,7 @@ def test_skipped_steps_are_counted_only_if_known() -> None:
     assert aggregate.skipped == 2
 
 
+@settings(deadline=None)
 @given(st.integers(0, 500), st.integers(3, 20))
 def test_a_series_is_bounded_even_and_keeps_the_mean(count: int, limit: int) -> None:
     series = Series(limit)

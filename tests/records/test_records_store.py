@@ -73,7 +73,7 @@ def test_out_may_be_new_or_empty(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["config.yaml", "summary.json", "steps-rank1.jsonl", "checkpoints"])
 def test_out_with_a_run_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("kept")
-    with pytest.raises(RunFolderError, match=r"already holds a run.*--resume auto.*--out"):
+    with pytest.raises(RunFolderError, match=r"already holds a run.*another --out.*--resume auto"):
         RunFolder.create(tmp_path, "run")
     assert (tmp_path / name).read_text() == "kept"
 

@@ -166,14 +166,14 @@ def test_a_full_queue_loses_and_counts_but_never_waits(tmp_path: Path, monkeypat
 
     def hang(descriptor: int, data: memoryview) -> int:
         entered.set()
-        gate.wait(30)
+        gate.wait(120)
         return real_write(descriptor, data)
 
     monkeypatch.setattr(writer_module.os, "write", hang)
     writer = JsonLinesWriter(tmp_path / "steps.jsonl", max_pending=10)
     writer.write(make_step(0))
     assert not writer.flush(timeout_s=0.01)
-    assert entered.wait(10)
+    assert entered.wait(60)
     for number in range(1, 26):
         writer.write(make_step(number))
     assert writer.lost == 15

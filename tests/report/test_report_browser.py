@@ -38,7 +38,7 @@ from frameworm.records.series import SeriesPoint
 from frameworm.report.run.html import render_html
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DEADLINE_S = 60
+DEADLINE_S = 120
 EVIL = "<script>console.error('ran')</script>\"><img src=x onerror=\"console.error('ran')\">"
 POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)")
@@ -280,7 +280,7 @@ def test_a_run_with_everything(light: list[dict[str, Any]]) -> None:
         ranks = charts["Phases of the mean step on each rank"]
         assert (ranks["bars"], ranks["hatched"]) == (13, 1)
         # Backward; waiting and hidden twice; waiting, hidden, exposed; waiting, exposed; exposed is drawn twice.
-        overlap = charts["Gradient buckets on their way beside backward"]
+        overlap = charts["Gradient buckets sent during backward"]
         assert (overlap["bars"], overlap["hatched"]) == (12, 2)
 
 

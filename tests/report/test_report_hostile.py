@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from test_report_html import Page, make_record, make_series
 from tune_samples import stored
 
 import frameworm.report
+from frameworm.records.observations import RankSummary
+from frameworm.report.run.charts_ranks import rank_bars, rank_chart
 from frameworm.report.run.html import render_html
 from frameworm.report.tune.page import render_tune
 
@@ -52,6 +55,15 @@ def test_the_page_of_a_run(word: str) -> None:
     page = render_html(make_record(word), make_series(), f"name: {word}")
     check(page)
     assert ("7 * 7" in page) == ("7 * 7" in word), "a word is no template"
+
+
+@pytest.mark.parametrize("word", HOSTILE)
+def test_the_page_of_several_ranks(word: str) -> None:
+    record = make_record(word)
+    record.ranks = [RankSummary(rank, 0.02, {word: 0.01, "forward": 0.01}, host=word) for rank in range(2)]
+    page = render_html(record, make_series())
+    check(page)
+    ElementTree.fromstring(rank_chart(rank_bars(record)))
 
 
 @pytest.mark.parametrize("word", HOSTILE)

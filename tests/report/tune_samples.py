@@ -47,7 +47,7 @@ def run_search(budget: Budget = Budget()) -> TuneResult:  # noqa: B008
     """Three real gains, a cheat, a slower setting, a null one, three failures and one that needs consent."""
     names = [*FACTORS, "half_batch", "slow", "null", *FAILURES]
     knobs = [planted(name, True) for name in names]
-    knobs.append(planted("approximate", True, mathematics="more"))
+    knobs.append(planted("approximate", True, numerics_effect="more"))
     knobs.append(planted("far", True, applies=lambda context: "needs a GPU"))
     start = dict.fromkeys([*names, "approximate", "far"], False)
 

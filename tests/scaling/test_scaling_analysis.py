@@ -116,6 +116,13 @@ def test_one_run_has_no_interval_and_repeats_have_one() -> None:
     assert row.efficiency.low == pytest.approx(row.speedup.low / 2)
 
 
+@pytest.mark.parametrize(("values", "margin"), [((1.0, 3.0), 12.706), ((1.0, 2.0, 3.0), 4.303 / math.sqrt(3))])
+def test_the_interval_of_a_mean_is_students(values: tuple[float, ...], margin: float) -> None:
+    found = Point("data", 1, tuple(Measurement(val_loss=value) for value in values)).interval("val_loss")
+    assert found is not None
+    assert (found.low, found.value, found.high) == pytest.approx((2 - margin, 2, 2 + margin))
+
+
 def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
     generator = random.Random(7)
     trials, held, serial_held = 400, 0, 0
@@ -203,6 +210,25 @@ def test_a_process_that_had_all_cores_leaves_none_for_a_second_one() -> None:
     assert losses.smaller_batch == 0.0
     own = dataclasses.replace(point, threads=2)  # each with as many as the base: then it is the batch
     assert "already computed" not in analyse([base, own]).findings[0].evidence["cause"]
+
+
+@pytest.mark.parametrize(
+    ("compute_ms", "launches", "remedied"),
+    [(8.0, True, True), (8.0, False, False), (2.4, True, False), (80.0, True, False)],
+)
+def test_short_steps_that_wait_for_launches_are_to_be_captured(
+    compute_ms: float, launches: bool, remedied: bool
+) -> None:
+    """9 ms for 32 samples on one GPU, and nearly as long for the 8 that each of four has: the host is what takes it."""
+    scale = 10 if compute_ms > 50 else 1
+    base = _stepped(1, 0.009 * scale, global_batch=32, launches_steps=launches)
+    point = _stepped(4, compute_ms / 1e3, 0.007 * scale, global_batch=32, launches_steps=launches)
+    (finding,) = analyse([base, point]).findings
+    captured = [remedy for remedy in finding.remedies if remedy.knob == "gpu.capture"]
+    assert bool(captured) == remedied
+    for remedy in captured:
+        assert remedy.value == "step"
+        assert "8 samples compute for 8 ms where a fair share of the larger batch takes 2.25 ms" in remedy.text
 
 
 def test_a_speedup_that_stays_poor_has_a_cause_too() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frameworm.errors import NetworkModelError
@@ -60,6 +60,7 @@ def test_noise_at_the_end_does_not_make_larger_sizes_faster() -> None:
     assert alone.summary()["broadcast"]["bus_bandwidth_gbps"] is None
 
 
+@settings(deadline=None)
 @given(
     latency_s=st.floats(1e-6, 1e-2),
     rate=st.floats(1e6, 1e11),
@@ -79,6 +80,7 @@ def test_a_straight_line_is_found_again(latency_s: float, rate: float, collectiv
             assert found.seconds(collective, size) == pytest.approx(latency_s + size / rate, rel=0.05)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(1e-6, 10.0), min_size=2, max_size=9), st.floats(0, 1e12))
 def test_any_measurement_gives_positive_times(times: list[float], size: float) -> None:
     found = NetworkModel({"all_gather": tuple(map(point, SIZES, times))}, 3)

@@ -177,6 +177,7 @@ methods = st.sampled_from(["off", "bf16", "int8", "int4", "topk", "powersgd"])
     cap=st.floats(0.1, 100),
     times=st.lists(st.floats(0.05, 1.0), max_size=8),
 )
+@pytest.mark.slow
 def test_laws(
     gradients: list[tuple[float, float]],
     world_size: int,

@@ -159,7 +159,7 @@ def tune_classifier(gpu: ClassifierGpu, model: Classifier, budget_s: float) -> T
     def never(request: Any) -> Any:
         raise AssertionError("a quality check of so long a run does not fit any budget")
 
-    return search_on(gpu, Context(config, H200, workload), budget_s, check_longer=never)
+    return search_on(gpu, Context(config, H200, workload), budget_s, check_quality=never)
 
 
 def beside_fast(model: Classifier, result: TuneResult) -> float:

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from frameworm.config.load import load_config_from_mapping
 from frameworm.config.schema import Config
-from frameworm.guard.proof import Mathematics
+from frameworm.guard.proof import NumericsEffect
 from frameworm.models.workloads import Workload
 from frameworm.tune.knobs.base import Knob
 
@@ -141,13 +141,13 @@ def _config(workload: str, trick: str, pause_s: float, epochs: int) -> Config:
     )
 
 
-def trick_knob(*tricks: str, mathematics: Mathematics = "nothing") -> Knob:
+def trick_knob(*tricks: str, numerics_effect: NumericsEffect = "nothing") -> Knob:
     """A knob with tricks for values."""
     return Knob(
         "trick",
         ("model.trick",),
         "Planted.",
         lambda context: list(tricks),
-        mathematics=mathematics,
+        numerics_effect=numerics_effect,
         expected_gain=0.5,
     )

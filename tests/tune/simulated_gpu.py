@@ -18,7 +18,7 @@ from frameworm.config.load import load_config
 from frameworm.config.schema import Config
 from frameworm.guard.gain import Window
 from frameworm.guard.proof import Proof, prove
-from frameworm.tune.knobs.context import Context, MachineFacts, WorkloadFacts
+from frameworm.tune.knobs.context import Context, TrialMachine, WorkloadFacts
 from frameworm.tune.knobs.registry import all_knobs
 from frameworm.tune.search.journal import Journal
 from frameworm.tune.search.result import TuneResult
@@ -32,7 +32,7 @@ COMPILE_TRIAL_S, COMPILE_PROOF_S = 30.0, 25.0
 CACHED = 0.3  # of what compiling takes, once the compiler has met the same graph
 HANG_S = 30.0
 BEST_S = 0.313e-3
-H200 = MachineFacts("cuda", True, 9.0, 1, 16, 16, 140 * 2**30)
+H200 = TrialMachine("cuda", True, 9.0, 1, 16, 16, 140 * 2**30)
 
 Judged = tuple[str, list[dict[str, Any]]]  # verdict and findings
 
@@ -77,7 +77,7 @@ def proof_of(
         windows.append(Window("before", window(request.baseline)))
         windows.append(Window("after", window(request.candidate)))
     evidence = evidence_of(None, frozen, precision)
-    return prove(windows, evidence, mathematics=request.mathematics, consent=request.consent)
+    return prove(windows, evidence, numerics_effect=request.numerics_effect, consent=request.consent)
 
 
 class Gpu:
@@ -173,12 +173,12 @@ def search_on(
     context: Context,
     budget_s: float,
     folder: Path | None = None,
-    check_longer: Callable[[Any], Any] | None = None,
+    check_quality: Callable[[Any], Any] | None = None,
 ) -> TuneResult:
     """The search with all knobs."""
     journal, budget = Journal(folder, search_name(context)), Budget(time_s=budget_s)
     return Search(
-        all_knobs(), context, gpu.run_trial, gpu.prove, budget, journal, check_longer=check_longer, clock=gpu.clock
+        all_knobs(), context, gpu.run_trial, gpu.prove, budget, journal, check_quality=check_quality, clock=gpu.clock
     ).run()
 
 

@@ -22,10 +22,10 @@ from frameworm.tune.search.result import TuneResult
 from frameworm.tune.search.search import Search, search_name
 from frameworm.tune.trials.outcomes import (
     Budget,
-    LongerRequest,
-    LongerResult,
     ProofRequest,
     ProofResult,
+    QualityCheckRequest,
+    QualityCheckResult,
     TrialRequest,
     TrialResult,
 )
@@ -77,7 +77,7 @@ class Machine:
         self.tried: list[dict[str, Any]] = []
         self.windows = 0
         self.proofs: list[ProofRequest] = []
-        self.checks: list[LongerRequest] = []
+        self.checks: list[QualityCheckRequest] = []
         self.now_s = 0.0
         self.die_after = die_after
 
@@ -114,9 +114,9 @@ class Machine:
         for _ in range(6):
             windows += [Window("before", self.window(before)), Window("after", self.window(after))]
         evidence = evidence_of(16 if after.get("half_batch") else None, "first" if after.get("freeze") else None)
-        return ProofResult(prove(windows, evidence, mathematics=request.mathematics, consent=request.consent))
+        return ProofResult(prove(windows, evidence, numerics_effect=request.numerics_effect, consent=request.consent))
 
-    def check_longer(self, request: LongerRequest) -> LongerResult:
+    def check_quality(self, request: QualityCheckRequest) -> QualityCheckResult:
         """Seeds end about 0.01 apart, sides of a pair 0.001; `harm` and the noise `blur` of the model section add."""
         self._die_if_due()
         self.now_s += 50.0
@@ -132,7 +132,7 @@ class Machine:
                     side.append(SeedEnd(2.0, loss, None, samples, ((samples // 2, 0.7 + loss), (samples, loss))))
             if not judge_quality(Quality(*ends, request.steps, request.looks), request.margin).open:
                 break
-        return LongerResult(Quality(*ends, request.steps, request.looks))
+        return QualityCheckResult(Quality(*ends, request.steps, request.looks))
 
     def _die_if_due(self) -> None:
         if self.die_after is not None and len(self.trials) + len(self.proofs) + len(self.checks) >= self.die_after:
@@ -145,7 +145,7 @@ def model_of(config: Config) -> dict[str, Any]:
 
 def planted(name: str, *values: Any, **more: Any) -> Knob:
     """A knob over `model.<name>`."""
-    more.setdefault("mathematics", "rounding")
+    more.setdefault("numerics_effect", "rounding")
     return Knob(name, (f"model.{name}",), f"planted {name}", lambda context: values, **more)
 
 

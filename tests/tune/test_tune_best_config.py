@@ -13,26 +13,26 @@ from frameworm.config.load import load_config, load_config_from_mapping
 from frameworm.config.resolve import resolve
 from frameworm.config.schema import Config
 from frameworm.guard.gain import Speedup
-from frameworm.guard.proof import Mathematics, Proof
+from frameworm.guard.proof import NumericsEffect, Proof
 from frameworm.tune.best_config import render_best
 from frameworm.tune.knobs.base import Candidate
-from frameworm.tune.knobs.context import Context, MachineFacts, WorkloadFacts, apply_changes, setting_of
+from frameworm.tune.knobs.context import Context, TrialMachine, WorkloadFacts, apply_changes, setting_of
 from frameworm.tune.knobs.registry import all_knobs
 from frameworm.tune.search.result import Accepted, Attempt, TuneResult
 from frameworm.tune.trials.outcomes import TrialResult
 
 CONFIGS = sorted((Path(__file__).parent.parent.parent / "configs").glob("*.yaml"))
-GPU = MachineFacts("cuda", bf16=True, capability=9.0, gpus=4, cpus_usable=16, torch_threads=16)
-CPU = MachineFacts("cpu", bf16=True, cpus_usable=4, torch_threads=4)
+GPU = TrialMachine("cuda", bf16=True, capability=9.0, gpus=4, cpus_usable=16, torch_threads=16)
+CPU = TrialMachine("cpu", bf16=True, cpus_usable=4, torch_threads=4)
 RICH = WorkloadFacts(accepts_packed=True, many_widths=True, has_convolutions=True, samples_per_epoch=10_000)
 
 
-def searched(start: Config, *steps: tuple[Mapping[str, Any], Mathematics]) -> TuneResult:
+def searched(start: Config, *steps: tuple[Mapping[str, Any], NumericsEffect]) -> TuneResult:
     """A search that accepted these changes."""
     trial = TrialResult([1e-3], 1.0)
     result = TuneResult(start, start, trial, trial)
-    for number, (changes, mathematics) in enumerate(steps):
-        candidate = Candidate(f"knob{number}", changes, mathematics)
+    for number, (changes, numerics_effect) in enumerate(steps):
+        candidate = Candidate(f"knob{number}", changes, numerics_effect)
         before = {key: setting_of(result.best, key) for key in changes}
         proof = Proof("accepted", "", Speedup(1.5 + number, 1.4 + number, 1.6 + number, 6))
         attempt = Attempt(candidate.knob, candidate.label, dict(changes), "accepted", "", "host_bound", proof=proof)
@@ -77,14 +77,14 @@ def test_every_shipped_config_with_any_changes_of_the_knobs(path: Path, tmp_path
     comments = [line.strip() for line in original.splitlines() if line.strip().startswith("#")]
     draw = random.Random(path.stem)
     for _ in range(4):
-        steps: list[tuple[Mapping[str, Any], Mathematics]] = []
+        steps: list[tuple[Mapping[str, Any], NumericsEffect]] = []
         best = start
         for _ in range(draw.randint(1, 5)):
             possible = list(candidates_for(best))
             if not possible:
                 break
             chosen = draw.choice(possible)
-            steps.append((chosen.changes, chosen.mathematics))
+            steps.append((chosen.changes, chosen.numerics_effect))
             best = apply_changes(best, chosen.changes)
         result = searched(start, *steps)
         text = render_best(result, original)
@@ -179,6 +179,7 @@ def test_a_change_of_several_settings_and_one_taken_back(tmp_path: Path) -> None
     assert "one change with training.batch_size and training.global_batch" in " ".join(text.replace("#", "").split())
 
 
+@pytest.mark.slow
 def test_settings_of_an_own_workload_keep_their_kinds(tmp_path: Path) -> None:
     values = {"workload": "a.b:c", "model": {"x": True, "word": "on", "deep": {"y": [1, 2.5, "no"]}}}
     start = load_config_from_mapping(values, environ={})

@@ -17,11 +17,11 @@ def test_the_page_lists_every_knob_with_its_settings_and_numbers() -> None:
         _, settings, description, numbers = rows[knob.name]
         assert re.findall(r"`(.*?)`", settings) == list(knob.keys)
         assert description == knob.description.rstrip(".")
-        if isinstance(knob.mathematics, str):
-            assert numbers == words[knob.mathematics]
+        if isinstance(knob.numerics_effect, str):
+            assert numbers == words[knob.numerics_effect]
         else:
             for value, told in re.findall(r"`(\w+)`(?=[^:]*: (\w+))", numbers):
-                assert words[knob.mathematics(value)] == told
+                assert words[knob.numerics_effect(value)] == told
     assert f'"{GROUP}"' in text
 
 

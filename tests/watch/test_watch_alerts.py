@@ -159,6 +159,12 @@ def test_a_disk_that_is_nearly_full(alerts: Alerts, monkeypatch: pytest.MonkeyPa
     assert [_kinds(alerts), _kinds(alerts)] == [["disk"], []]
 
 
+def test_what_a_disk_keeps_for_root_is_not_free(alerts: Alerts, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = SimpleNamespace(total=100, used=90, free=4)
+    monkeypatch.setattr("frameworm.watch.alerts.shutil.disk_usage", lambda path: usage)
+    assert [alert.text for alert in alerts.look(0.0)] == ["the disk of the runs is 95.7% full"]
+
+
 def test_a_command_gets_it_on_its_standard_input(runs: Runs, tmp_path: Path) -> None:
     script = tmp_path / "take.py"
     script.write_text(f"import sys; open({str(tmp_path / 'told')!r}, 'w').write(sys.stdin.read())")

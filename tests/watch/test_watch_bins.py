@@ -33,6 +33,15 @@ def test_every_bin_has_the_mean_and_the_extremes_of_its_points(points: list[floa
     assert sum(item.count for item in bins.between(None, None)) == len(points)
 
 
+@given(values, st.integers(2, 40), st.integers(1, 50))
+def test_groups_that_are_kept_are_those_made_afresh(points: list[float], limit: int, most: int) -> None:
+    bins = Bins(limit)
+    for number, value in enumerate(points, start=1):
+        bins.add(number, float(number), {"loss": value, **({"lr": value} if number % 3 else {})})
+        if number % 7 == 0 or number == len(points):
+            assert table(bins.joined(most), {"loss"}) == table(joined(bins.between(None, None), most), {"loss"})
+
+
 def test_a_spike_is_not_lost_among_a_million_points() -> None:
     bins = Bins(100)
     for number in range(200_000):

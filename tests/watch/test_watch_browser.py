@@ -52,7 +52,7 @@ def serving(root: Path) -> Iterator[WatchServer]:
         yield watching
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -75,9 +75,10 @@ def test_a_training_is_watched_from_its_beginning_to_its_end(tmp_path: Path) -> 
         try:
             browser.wait_for(f"{row_of('small')}?.innerText.includes('running')")
             browser.evaluate("document.querySelector('#runs tbody a').click()")
-            early = int(browser.wait_for(f"Number(({STEPS}).replaceAll(',', '')) > 20 && {STEPS}").replace(",", ""))
+            running = "document.querySelector('.badge').textContent === 'running'"
+            seen = browser.wait_for(f"Number(({STEPS}).replaceAll(',', '')) > 20 && {running} && {STEPS}")
+            early = int(seen.replace(",", ""))
             browser.wait_for(f"Number(({STEPS}).replaceAll(',', '')) > {early}")
-            assert browser.evaluate("document.querySelector('.badge').textContent") == "running"
             browser.wait_for(f"{DRAWN}.length >= 5 && {DRAWN}.every(Boolean)")
             assert training.wait(240) == 0
         finally:

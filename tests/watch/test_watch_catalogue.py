@@ -22,6 +22,7 @@ from frameworm.watch.catalogue import Catalogue, Row
 def _always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "SCAN_S", 0.0)
     monkeypatch.setattr(watched, "SHORTEST_REFRESH_S", 0.0)
+    monkeypatch.setattr(watched, "REFRESH_S", 60.0)  # whole, though others may have the cores
     monkeypatch.setattr(judging, "SHORTEST_S", 0.0)
     monkeypatch.setattr(judging, "COST_SHARE", 1e9)
 

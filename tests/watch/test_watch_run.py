@@ -23,6 +23,7 @@ from frameworm.watch.run import WatchedRun
 @pytest.fixture(autouse=True)
 def _always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched, "SHORTEST_REFRESH_S", 0.0)
+    monkeypatch.setattr(watched, "REFRESH_S", 60.0)  # whole, though others may have the cores
     monkeypatch.setattr(watched, "SHORTEST_BUSY_S", 0.0)
 
 
@@ -184,6 +185,7 @@ def test_the_slow_rank_stands_out(tmp_path: Path) -> None:
     assert "phase:backward" in heat["channels"]
 
 
+@pytest.mark.slow
 def test_bins_wider_than_columns_leave_no_holes(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     folder.mkdir()
@@ -226,6 +228,7 @@ def test_links_to_files_outside_are_not_read(tmp_path: Path) -> None:
     assert run.machine(100) == {}
 
 
+@pytest.mark.slow
 def test_of_a_long_run_a_sample_is_shown_and_what_follows_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

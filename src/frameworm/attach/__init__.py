@@ -1,7 +1,7 @@
-"""Frameworm inside a user's own, unmodified script.
+"""frameworm inside a user's own, unmodified script.
 
-In: a Python file and its arguments. Out: a run folder with steps, phases and findings, as for a run of
-our own. `script` runs the file and `children` follows the processes it starts, `hooks`, `device_hooks` and `libraries`
-watch the calls any training loop must make, `steps` and `timeline` find the steps among them, `samples` and `frames`
-see which lines take the time, `record` makes the record. `isolation` runs a script so that nothing it does outlasts it.
+In: a Python file and its arguments. Out: a run folder with steps, phases and findings, as for a run of our own.
+`script` runs the file and `children` follows the processes it starts; `hooks`, `device_hooks` and `libraries` watch the
+calls that any training loop makes; `steps` and `timeline` find the steps among them; `samples` and `frames` show which
+lines take the time; `record` builds the record. `isolation` runs a script so that none of its effects remain.
 """

@@ -1,8 +1,7 @@
-"""Observes a training script that knows nothing of frameworm.
+"""Observe a training script that knows nothing of frameworm.
 
-torch is made to report what the script does with it (`hooks`), a finder tells steps and phases apart
-(`steps`), and what comes of it is written to a run folder while the script goes on. Results, output and exit
-code are the script's own.
+torch is hooked to report what the script does with it (`hooks`), a finder identifies steps and phases (`steps`), and
+the result is written to a run folder while the script runs. Results, output and exit code are the script's own.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from frameworm.launch.environment import ProcessInfo
 from frameworm.records.schema import Memory, RunRecord, StepRecord
 from frameworm.records.store import RunFolder
 from frameworm.records.writer import JsonLinesWriter
+from frameworm.torch_private.names import COMPILER_STATISTICS
 
 if TYPE_CHECKING:
     from frameworm.attach.patches import Patches
@@ -43,11 +43,12 @@ class Observer(ABC):
 
     Args:
         script: The Python file.
-        steps: Observe no more than so many steps.
-        nvtx: Name the phases for Nsight Systems.
-        trace: Record a few steps with torch.profiler too.
-        schedule: When to record: steps to wait, to warm up and to record, and how often; the usual ones unless given.
-        operators: Operators in each list of the trace's summary.
+        process: This process's place among the ranks.
+        steps: The most steps to observe; None for no limit.
+        nvtx: Whether to emit NVTX ranges for the phases (Nsight Systems).
+        trace: Whether to record a few steps with torch.profiler.
+        schedule: When to record: steps to wait, warm up and record, and how often; empty for the defaults.
+        operators: Number of operators in each list of the trace's summary.
     """
 
     def __init__(
@@ -85,10 +86,10 @@ class Observer(ABC):
 
     @abstractmethod
     def folder(self) -> RunFolder:
-        """The run folder, which may have to be waited for."""
+        """Return the run folder, waiting for it if needed."""
 
     def follow_children(self) -> None:
-        """Observe the processes that this one starts, as long as it has not trained itself."""
+        """Observe the processes that this one starts, unless it has trained itself."""
         settings = {
             "script": self._script,
             "folder": str(self.folder().path),
@@ -115,7 +116,7 @@ class Observer(ABC):
             finder.disarm()
 
     def _attach(self) -> None:
-        """The script has imported torch: begin to watch. Nothing that fails here may reach the script."""
+        """Begin to watch once the script has imported torch; errors must not reach the script."""
         try:
             from frameworm.attach.framework import Loops
             from frameworm.attach.hooks import install
@@ -132,12 +133,12 @@ class Observer(ABC):
             self._give_up(error)
 
     def _after_step(self, number: int) -> None:
-        """Called by the watch, which takes care of errors."""
+        """Called by the watch after each step; the watch handles errors."""
         assert self._watch is not None
         if number == 1:
             self._claim_rank()
         if number == 1 and self._watch.active:
-            # Only now is it known which device the script uses, and that nobody else has to wake it.
+            # Only now is the script's device known and certain to be initialized.
             self._begin_sampling()
             self._begin_looking()
             if self._trace:
@@ -148,7 +149,7 @@ class Observer(ABC):
                 self._watch.left_out.add(number + 1)
 
     def _claim_rank(self) -> None:
-        """Begin the file of this rank; if another process has it, stop."""
+        """Create this rank's file; stop observing if another process already has it."""
         assert self._watch is not None
         path = self.folder().steps(self.process.rank)
         try:
@@ -178,14 +179,14 @@ class Observer(ABC):
         self._sampler.start()
 
     def _begin_looking(self) -> None:
-        from frameworm.attach.samples import Looks
+        from frameworm.attach.samples import StackSamples
 
         watch = self._watch
         assert watch is not None
-        # The record tells of one script, and rank 0 writes it.
+        # Rank 0 writes the record, so only it samples.
         if self.process.rank == 0:
-            watch.looks = Looks(self._script, lambda: watch.active, watch.is_between)
-            watch.looks.start()
+            watch.stack_samples = StackSamples(self._script, lambda: watch.active, watch.is_between)
+            watch.stack_samples.start()
 
     def _prepare_window(self) -> None:
         import torch
@@ -210,8 +211,8 @@ class Observer(ABC):
         if self._window is not None:
             self._window.close()
         if self._watch is not None:
-            if self._watch.looks is not None:
-                self._watch.looks.stop()
+            if self._watch.stack_samples is not None:
+                self._watch.stack_samples.stop()
             self._watch.finish()
             self._watch.facts["steps"] = self._watch.steps
             self._notes += self._watch.notes
@@ -241,15 +242,15 @@ class Observer(ABC):
             if self._sampler is not None:
                 around.system = self._sampler.stop()
         with contextlib.suppress(Exception):
-            # Asking imports the compiler: only where the script has done so.
-            if "torch._dynamo.utils" in sys.modules:
+            # This imports the compiler, so only if the script has done so.
+            if COMPILER_STATISTICS in sys.modules:
                 from frameworm.observe.clocks.compiling import compilation_since
 
                 compilation = compilation_since()
                 around.compilation = compilation if compilation.time_s else None
         with contextlib.suppress(Exception):
-            if self._watch.looks is not None:
-                around.other_time = self._watch.looks.summary()
+            if self._watch.stack_samples is not None:
+                around.other_time = self._watch.stack_samples.summary()
         self._measure(around, self._watch.facts)
         return around
 
@@ -281,12 +282,12 @@ class Attachment(Observer):
 
     Args:
         script: The Python file.
-        out: Run folder; runs/profile-<script>-<time> unless given.
-        settings: As of `Observer`.
+        out: Run folder; None for runs/profile-<script>-<time>.
+        settings: As for `Observer`.
 
     Raises:
-        EnvironmentSetupError: There is no such script.
-        RunFolderError: The folder cannot be used.
+        EnvironmentSetupError: If there is no such script.
+        RunFolderError: If the folder cannot be used.
     """
 
     def __init__(self, script: Path, *, out: Path | None = None, **settings: Any) -> None:
@@ -299,11 +300,11 @@ class Attachment(Observer):
         self._begin_s = time.monotonic()
 
     def folder(self) -> RunFolder:
-        """The run folder, which rank 0 makes."""
+        """Return the run folder, which rank 0 creates."""
         return self._shared.find()
 
     def run(self, script: Path, arguments: Sequence[str]) -> Ending:
-        """Run the script to its end; `finish` is to be called when the process has nothing more to do."""
+        """Run the script to its end; call `finish` when the process has nothing more to do."""
         self._begin_s = time.monotonic()
         self._command = shlex.join(["frameworm", "profile", str(script), *arguments])
         self._finder.arm()
@@ -314,7 +315,7 @@ class Attachment(Observer):
         return ending
 
     def finish(self) -> RunRecord | None:
-        """Stop observing and write the summary; the record on rank 0, None elsewhere and in forked children."""
+        """Stop observing and write the summary; return the record on rank 0, None elsewhere and in forked children."""
         if os.getpid() != self._pid:
             return None
         self._disarm()
@@ -344,7 +345,7 @@ class Attachment(Observer):
         return record
 
     def _around_all(self, folder: RunFolder) -> Surroundings:
-        """The surroundings of the process that trained, which may be a child of this one."""
+        """Return the surroundings of the process that trained, which may be a child of this one."""
         around = self._around()
         left = take_surroundings(folder)
         left_out = list(folder.path.glob(".left-out-*"))
@@ -372,9 +373,9 @@ class Attachment(Observer):
 
 
 class Child(Observer):
-    """A process that the script under observation started with multiprocessing.
+    """A process that the observed script started with multiprocessing.
 
-    Its rank is known when it trains: that of its process group. Without one, the first child to train is observed.
+    Its rank, that of its process group, is known once it trains. Without a group, the first child to train is observed.
     """
 
     def __init__(self, folder: RunFolder, script: Path, **settings: Any) -> None:
@@ -383,7 +384,7 @@ class Child(Observer):
 
     @classmethod
     def begin(cls, settings: Mapping[str, Any]) -> Child:
-        """Begin to observe this process with the settings of its parent."""
+        """Start observing this process with its parent's settings."""
         given = dict(settings)
         child = cls(RunFolder(given.pop("folder")), Path(given.pop("script")), **given)
         child._finder.arm()
@@ -391,15 +392,15 @@ class Child(Observer):
         return child
 
     def folder(self) -> RunFolder:
-        """The run folder of the parent."""
+        """Return the parent's run folder."""
         return self._folder
 
     def end_with_process(self) -> None:
-        """Finish when multiprocessing has run what this process was started for."""
+        """Finish when multiprocessing has run this process's target."""
         around_bootstrap(lambda process: (lambda code: self.finish()) if os.getpid() == self._pid else None)
 
     def finish(self) -> None:
-        """Stop observing; leave for the parent what it cannot see from outside."""
+        """Stop observing, and store for the parent what it cannot see from outside."""
         self._disarm()
         if self._children is not None:
             self._children.disarm()

@@ -1,7 +1,7 @@
-"""Follows the processes that a script starts with multiprocessing, whatever the start method.
+"""Follow the processes that a script starts with multiprocessing, whatever the start method.
 
-A forked child has everything of its parent. A spawned child, or one of the fork server, first unpickles what its parent
-sent: the observation travels with it and begins before the child imports the script.
+A forked child inherits everything from its parent. A spawned child, or one of the fork server, first unpickles its
+parent's data: the observation is part of that and begins before the child imports the script.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from frameworm.attach.script import AfterImport
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _Begin = Callable[[], Callable[[int], None]]
-# Runs in a child that has imported nothing yet, with the import path that multiprocessing is about to give it.
+# Runs in a child that has imported nothing yet, with the import path that multiprocessing is about to set.
 _BEGIN = """
 import sys
 before, sys.path = sys.path, {path!r}
@@ -31,14 +31,14 @@ finally:
 
 
 class Children:
-    """Hands the observation on to child processes until `disarm`.
+    """Passes the observation on to child processes until `disarm`.
 
     Args:
-        module: Its `begin_child(settings, files)` begins the observation in a spawned child.
+        module: Module whose `begin_child(settings, files)` begins the observation in a spawned child.
         settings: What a child needs to know, as plain data.
-        wanted: Says whether a child that starts now may be one that trains.
-        begin: Begins the observation in a forked child; returns what ends it, given the child's exit code.
-        files: Numbers of open files that a spawned child gets too.
+        wanted: Whether a child that starts now may be one that trains.
+        begin: Begins the observation in a forked child; returns a function that ends it, given the child's exit code.
+        files: Open file descriptors to pass to a spawned child.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class Children:
         ]
 
     def arm(self) -> None:
-        """Begin; a script that never imports multiprocessing is left alone."""
+        """Start following; a script that never imports multiprocessing is left alone."""
         for finder in self._finders:
             finder.arm()
 
     def disarm(self) -> None:
-        """Follow no more children."""
+        """Stop following children."""
         self._wanted = lambda: False
         for finder in self._finders:
             finder.disarm()
@@ -85,7 +85,7 @@ class Children:
             forked_from_here = os.getpid() != self._pid and process._parent_pid == self._pid
             if not (forked_from_here and self._wanted()):
                 return None
-            self.disarm()  # what was forked along belongs to the parent
+            self.disarm()  # inherited hooks belong to the parent
             return self._begin()
 
         around_bootstrap(start)
@@ -107,7 +107,7 @@ class Children:
 
 
 class _RunsCode:
-    """Runs code when it is unpickled; a child that cannot import frameworm does not notice."""
+    """Runs code when unpickled; a child that cannot import frameworm ignores it."""
 
     def __init__(self, code: str, files: Sequence[int]) -> None:
         self._code, self._files = code, files
@@ -119,7 +119,7 @@ class _RunsCode:
 
 
 def around_bootstrap(start: Callable[[Any], Callable[[int], None] | None]) -> None:
-    """Call `start` with each process object as its child begins, and what it returns with the child's exit code."""
+    """Call `start` with each process object as its child begins, and the function it returns with the exit code."""
     from multiprocessing.process import BaseProcess
 
     kind: Any = BaseProcess

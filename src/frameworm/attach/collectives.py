@@ -1,8 +1,8 @@
-"""What a step waits for other ranks: calls that block, and waits for what was started earlier.
+"""Measure how long a step waits for other ranks: in blocking calls, and in waits for earlier communication.
 
-On a CPU a collective holds its caller up: when it is called, or when its `Work` is waited for. On a GPU it runs in a
-stream. Where that is not the step's own, as under FSDP, the step waits where its stream does: for an event that was
-recorded behind the collective.
+On a CPU a collective blocks its caller, either in the call or in the wait for its `Work`. On a GPU it runs in a stream.
+If that is not the step's own stream, as under FSDP, the step waits when its stream waits for an event that was recorded
+after the collective.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import torch
 import torch.distributed
 from torch.compiler import is_dynamo_compiling
 
-from frameworm.attach.patches import Patches, keep_compiler_out
+from frameworm.attach.patches import Patches
 from frameworm.attach.steps import COMMUNICATION
 from frameworm.attach.watch import Watch
+from frameworm.torch_private.compiler import keep_compiler_out
 
 _Function = Callable[..., Any]
 
-# Of scripts and frameworks, FSDP among them; those that DDP makes from C++ are measured by DDP itself.
+# Collectives that scripts and frameworks such as FSDP call; DDP itself measures those that it calls from C++.
 COLLECTIVES = (
     *("all_reduce", "reduce", "broadcast", "barrier", "monitored_barrier"),
     *("all_gather", "all_gather_into_tensor", "all_gather_single", "gather", "scatter"),
@@ -33,7 +34,7 @@ COLLECTIVES = (
 
 
 def install_collective_hooks(patches: Patches, watch: Watch) -> None:
-    """Watch what a step waits for other ranks."""
+    """Watch calls that wait for other ranks."""
     if not torch.distributed.is_available():
         return
     for function in (SideStreams.runs_here, SideStreams.follows, SideStreams.ends_wait):
@@ -50,7 +51,7 @@ def install_collective_hooks(patches: Patches, watch: Watch) -> None:
 
 
 class SideStreams:
-    """Streams beside the step's own in which collectives run, and the events behind those."""
+    """Tracks streams other than the step's own in which collectives run, and events recorded after those."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -58,7 +59,7 @@ class SideStreams:
         self._events: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def runs_here(self) -> bool:
-        """Whether a collective that is called now runs in a stream beside the step's own."""
+        """Whether a collective called now runs in a stream other than the step's own."""
         if self._watch.stream is None:
             return False
         current = torch.cuda.current_stream()
@@ -68,7 +69,7 @@ class SideStreams:
         return True
 
     def follows(self, event: Any, stream: Any) -> bool:
-        """Whether an event that was recorded in a stream, the current one if none is given, is behind a collective."""
+        """Whether an event recorded in a stream (the current one if None) comes after a collective."""
         if not self._streams:
             return False
         known = (torch.cuda.current_stream() if stream is None else stream) in self._streams
@@ -76,14 +77,14 @@ class SideStreams:
         return known
 
     def ends_wait(self, event: Any, stream: Any) -> bool:
-        """Whether the step itself waits for a collective, if this stream waits for this event."""
+        """Whether the step itself waits for a collective when this stream waits for this event."""
         if not self._streams or event not in self._events:
             return False
         return bool((torch.cuda.current_stream() if stream is None else stream) == self._watch.stream)
 
 
 def wait_of(watch: Watch, original: _Function) -> _Function:
-    """A call that waits for communication which was started earlier."""
+    """Wrap a call that waits for communication started earlier."""
 
     @functools.wraps(original)
     def wait(*args: Any, **kwargs: Any) -> Any:
@@ -126,7 +127,7 @@ def _wait_for_event(watch: Watch, side: SideStreams, original: _Function) -> _Fu
 
 
 def _is_so(watch: Watch, question: Callable[..., bool], *args: Any) -> bool:
-    """The answer to a question; an error of ours ends the observation."""
+    """Answer a question; an internal error ends the observation."""
     try:
         return watch.active and question(*args)
     except Exception as error:
@@ -135,7 +136,7 @@ def _is_so(watch: Watch, question: Callable[..., bool], *args: Any) -> bool:
 
 
 def _call_timed(watch: Watch, waits: bool, original: _Function, *args: Any, **kwargs: Any) -> Any:
-    """A call as communication; `waits`: for what was started earlier."""
+    """Time a call as communication; `waits` marks a wait for communication started earlier."""
     if not watch.enter(COMMUNICATION):
         return original(*args, **kwargs)
     try:

@@ -1,4 +1,4 @@
-"""Copies to a GPU, calls that make the host wait for one, and replays of CUDA graphs."""
+"""Hooks for copies to a GPU, calls that make the host wait for it, and replays of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from frameworm.attach.patches import Patches, keep_compiler_out
+from frameworm.attach.patches import Patches
 from frameworm.attach.steps import GRAPH
 from frameworm.attach.watch import Watch
 from frameworm.observe.clocks.phases import TRANSFER
+from frameworm.torch_private.compiler import keep_compiler_out
 
 _Function = Callable[..., Any]
 
-# Each reads a value on the host; the tensor decides whether that is a wait.
+# Each reads a value on the host; whether that waits depends on the tensor's device.
 READS = ("item", "tolist", "cpu", "__bool__", "__float__", "__int__")
 
 
 def install_device_hooks(patches: Patches, watch: Watch) -> None:
-    """Watch copies from the host to a GPU, and waits for one."""
+    """Watch copies from the host to a GPU, and waits for a GPU."""
     for function in (_transfer, _waiting, goes_to):
         keep_compiler_out(function)
     patches.set(torch.Tensor, "to", functools.partial(_to, watch))
@@ -34,7 +35,7 @@ def install_device_hooks(patches: Patches, watch: Watch) -> None:
 
 
 def install_graph_hooks(patches: Patches, watch: Watch) -> None:
-    """Watch what is captured into graphs, and their replays."""
+    """Watch captures of CUDA graphs and their replays."""
     graph = torch.cuda.CUDAGraph
     patches.set(graph, "capture_begin", functools.partial(_capture_begin, watch))
     patches.set(graph, "capture_end", functools.partial(_capture_end, watch))
@@ -42,7 +43,7 @@ def install_graph_hooks(patches: Patches, watch: Watch) -> None:
 
 
 def goes_to(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Kind of device that the arguments of `Tensor.to` name, or None."""
+    """Return the device type that the arguments of `Tensor.to` name, or None."""
     target = kwargs.get("device", args[0] if args else None)
     if isinstance(target, torch.device):
         return str(target.type)
@@ -93,7 +94,7 @@ def _copy(watch: Watch, original: _Function) -> _Function:
 
 
 def _transfer(watch: Watch, source: torch.Tensor, original: _Function, *args: Any, **kwargs: Any) -> Any:
-    """A copy to the device; from memory that is not pinned the host has to help, and waits."""
+    """Time a copy to the device; for unpinned memory the host takes part and waits."""
     if not watch.enter(TRANSFER):
         return original(*args, **kwargs)
     begin_s = perf_counter()

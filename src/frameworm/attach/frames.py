@@ -1,6 +1,6 @@
-"""What a thread of a script is at, by its frames: the innermost line of the script's own files, and a kind of work.
+"""What a script's thread is doing, by its frames: the innermost line of the script's own files, and a kind of work.
 
-Only names and numbers are taken from a frame: whoever keeps a frame keeps all that its function holds.
+Only names and numbers are kept from a frame, since keeping a frame keeps everything that its function holds.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ WRITING, COMPUTING, WAITING = "writing", "computing", "waiting"
 DEVICE, LIBRARY = "device", "library"
 
 MOST_FRAMES = 200
-# Packages and modules by their first name, or by folder and file where only a part of them counts.
+# Packages and modules by top-level name, or by path if only a part of them counts.
 _WRITERS = {
     *("logging", "csv", "pprint", "_pyio", "json/encoder.py", "torch/utils/tensorboard", "tensorboard", "tensorboardX"),
     *("wandb", "mlflow", "tqdm", "rich", "comet_ml", "neptune", "aim", "clearml", "swanlab", "loguru", "structlog"),
     *("lightning/pytorch/loggers", "lightning/fabric/loggers", "pytorch_lightning/loggers"),
 }
 _WAITERS = {"threading", "queue", "selectors", "subprocess", "asyncio", "multiprocessing", "concurrent", "socket"}
-# What they do between steps is part of how they train, and the script's line is the one that starts all of it.
+# Training libraries: their work between steps is part of training, and the script's line is the call into them.
 _LOOPS = {
     *("lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate", "trl", "fastai", "ignite"),
     *("composer", "torchtune", "deepspeed", "keras", "catalyst"),
     *("torch/optim", "torch/amp", "torch/distributed", "torch/_dynamo", "torch/_inductor"),
 }
-# Calls of these names run in C and leave no frame.
+# Functions with these names run in C and leave no frame.
 _WRITES = {
     *("write", "writelines", "writerow", "writerows", "flush", "close", "fsync", "fdatasync", "print"),
     *("dump", "dumps", "tofile", "send", "sendall", "sendto"),
@@ -49,8 +49,8 @@ class Spot(NamedTuple):
     """A line of the script.
 
     Attributes:
-        work: What frames of libraries below it say; None where the line itself has to.
-        extent: Last line, first and last column (in bytes) of what is being called there, where Python tells.
+        work: Kind of work by the library frames below it; None if only the line itself can tell.
+        extent: Last line, first and last column (in bytes) of the call in progress, if Python reports it.
     """
 
     file: str
@@ -61,10 +61,10 @@ class Spot(NamedTuple):
 
 
 class FrameReader:
-    """Tells files of a script from those of libraries.
+    """Distinguishes a script's own files from those of libraries.
 
     Args:
-        script: The script, which is its own wherever it lies.
+        script: The script, which counts as its own wherever it is.
     """
 
     def __init__(self, script: str) -> None:
@@ -74,7 +74,7 @@ class FrameReader:
         self._standard = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")}
 
     def read(self, frame: FrameType | None) -> Spot | None:
-        """Where a thread is; None when nothing of the script is on its stack."""
+        """Return where a thread is; None if nothing of the script is on its stack."""
         found: tuple[CodeType, int, int] | None = None
         works: set[str] = set()
         for _ in range(MOST_FRAMES):
@@ -87,7 +87,7 @@ class FrameReader:
                     found = code, frame.f_lineno, frame.f_lasti
             elif kind == _OURS:
                 if code.co_name == "write_out":
-                    # What stands in for the terminal may be the script's own; the call of print is the place.
+                    # The script may replace sys.stdout by its own object; the call of print is the place.
                     works.add(WRITING)
                     found = None
                 elif code.co_name == "_waiting" and found is None:
@@ -103,9 +103,9 @@ class FrameReader:
         return Spot(code.co_filename, line, code.co_name, work, extent)
 
     def library_around(self, frame: FrameType | None) -> str | None:
-        """Package of the outermost frame that lies inside of the script's own code; None when that calls torch itself.
+        """Return the package of the outermost frame below the script's own code; None if the script calls torch itself.
 
-        Whatever wraps an optimizer's step in a step of its own does not count.
+        Frames that wrap an optimizer's step in their own `step` do not count.
         """
         found = None
         while frame is not None:
@@ -136,7 +136,7 @@ class FrameReader:
         return next((kind for kind, known in _KINDS if names & known), _PLAIN)
 
     def _name_in_library(self, file: str) -> str | None:
-        """Path of a file within the folder that holds packages; None when it is in none."""
+        """Return the path of a file relative to the folder of installed packages; None if it is in none."""
         path = file.replace(os.sep, "/")
         for folder in _PACKAGES:
             if folder in path:
@@ -166,7 +166,7 @@ def _position(code: CodeType, instruction: int) -> tuple[int, int, int] | None:
 
 
 def work_at(spot: Spot) -> str:
-    """What kind of work is done at a spot; reads the source, so it is for when the script is over."""
+    """Return the kind of work at a spot; reads source files, so call it after the script has ended."""
     if spot.work is not None:
         return spot.work
     names = called_names(_source(spot))
@@ -174,7 +174,7 @@ def work_at(spot: Spot) -> str:
 
 
 def called_names(text: str) -> set[str]:
-    """The name that an expression calls; of anything else all names that are called in it."""
+    """Return the name that a call expression calls; for other text, all names called in it."""
     try:
         node = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError):

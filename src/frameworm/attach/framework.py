@@ -1,7 +1,7 @@
-"""Whose training loop runs: the class whose method is under way when an optimizer steps, and what options it takes.
+"""Which training loop runs: the class whose method is active when an optimizer steps, and its options.
 
-What a script imports says little: Trainer uses Accelerate, and many scripts import what they do not train with. So the
-methods that run a loop, or a step of one, are watched, and the outermost of them is the loop.
+Imports say little: Trainer uses Accelerate, and many scripts import libraries that they do not train with. So the
+methods that run a loop, or a step of one, are watched; the outermost active one is the loop.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Loop(NamedTuple):
     """A method that runs a loop.
 
     Attributes:
-        module: Where its class is.
+        module: Module of its class.
         owner: The class.
         method: The method.
-        name: As remedies call the framework.
-        options: From the instance to the class that takes options, and those with their values.
-        taker: Module and name of that class; subclasses may take more.
-        overridden: Subclasses may have a method of their own in its place.
+        name: The framework's name in remedies.
+        options: Returns, for an instance, the class that takes options, and the options with their values.
+        taker: Module and name of that class; subclasses may take more options.
+        overridden: Whether subclasses may override the method.
     """
 
     module: str
@@ -59,7 +59,7 @@ class Loop(NamedTuple):
 
 
 def _of_arguments(trainer: Any) -> tuple[str, Mapping[str, Any]]:
-    """Of a trainer with a dataclass of arguments."""
+    """Return the options of a trainer with a dataclass of arguments."""
     arguments = trainer.args
     return type(arguments).__name__, {
         item.name: getattr(arguments, item.name, None) for item in dataclasses.fields(arguments) if item.init
@@ -67,13 +67,13 @@ def _of_arguments(trainer: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def _of_trainer(trainer: Any) -> tuple[str, Mapping[str, Any]]:
-    """Of a trainer that takes its options itself."""
+    """Return the options of a trainer that takes them itself."""
     kind = next(kind for kind in type(trainer).__mro__ if kind.__name__ == "Trainer")
     return kind.__name__, _parameters(kind, trainer)
 
 
 def _of_module(module: str, name: str, values: str, optimizer: Any) -> tuple[str, Mapping[str, Any]]:
-    """Of a class that prepares optimizers, whose options are seen as attributes of what a prepared one refers to."""
+    """Return the options of a class that prepares optimizers, read from an object that the optimizer refers to."""
     kind = getattr(sys.modules[module], name)
     return name, _parameters(kind, getattr(optimizer, values, None))
 
@@ -114,15 +114,15 @@ LOOPS = (
         ("lightning.fabric.fabric", "Fabric"),
     ),
 )
-# Packages whose classes derive from those of another one, and take more options.
+# Packages whose classes derive from another package's and take more options.
 _DERIVED = {TRL}
 
 
 class Loops:
-    """The loops that are under way, the outermost first.
+    """Tracks the active loops, outermost first.
 
     Args:
-        script: The script's file, which is its own wherever it lies.
+        script: The script's file, which counts as its own wherever it is.
     """
 
     def __init__(self, script: str) -> None:
@@ -130,10 +130,10 @@ class Loops:
         self._running: list[tuple[Loop, Any]] = []
 
     def watch(self, patches: Patches, complain: Callable[[str], None]) -> list[AfterImport]:
-        """Watch the loops of the libraries that the script imports, when it does.
+        """Watch the loops of libraries as soon as the script imports them.
 
         Returns:
-            What to `disarm` at the end.
+            Import hooks to `disarm` at the end.
         """
         finders = [AfterImport(loop.module, functools.partial(self._follow, patches, loop, complain)) for loop in LOOPS]
         for finder in finders:
@@ -141,7 +141,7 @@ class Loops:
         return finders
 
     def framework(self, frame: FrameType | None, optimizer: Any) -> Framework:
-        """Whose loop has just stepped an optimizer, at this frame."""
+        """Return the framework whose loop has just stepped an optimizer, at this frame."""
         found = self._of_loop(*self._running[0]) if self._running else self._of_frames(frame)
         defaults = getattr(optimizer, "defaults", {})
         if "fused" in defaults and not any(group.get("fused") for group in optimizer.param_groups):
@@ -168,7 +168,7 @@ class Loops:
         return Framework(TORCH, _version(TORCH)) if package is None else Framework(package, _version(package), package)
 
     def _follow(self, patches: Patches, loop: Loop, complain: Callable[[str], None]) -> None:
-        """Nothing that fails here may reach the script: another version of a library may have another shape."""
+        """Wrap a loop's method; errors must not reach the script, as library versions differ."""
         try:
             owner = getattr(sys.modules[loop.module], loop.owner)
             patches.set(owner, loop.method, functools.partial(self._around, loop))
@@ -202,7 +202,7 @@ class Loops:
 
 
 def strategy_of(module: Any) -> str | None:
-    """How a model is sharded, if it is by FSDP of either version."""
+    """Return the FSDP version that shards a model, if any."""
     sharding = sys.modules.get("torch.distributed.fsdp")
     kinds = [
         (getattr(sharding, "FullyShardedDataParallel", None), FSDP),
@@ -218,6 +218,6 @@ def _version(package: str) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can hold it; anything but words and numbers by the name of its class."""
+    """Convert a value for JSON; anything but strings and numbers becomes its class name."""
     value = value.value if isinstance(value, enum.Enum) else value
     return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__

@@ -1,4 +1,4 @@
-"""CUDA graphs that a script captures and replays itself: their replay calls no model, backward pass or optimizer."""
+"""CUDA graphs that a script captures and replays: a replay calls no model, backward pass or optimizer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 class Captured:
-    """What a graph holds of a training step.
+    """What parts of a training step a graph contains.
 
     Attributes:
-        trains: A backward pass, or the step of an optimizer.
-        updates: The step of an optimizer.
-        optimizer: Returns that optimizer, while it exists.
+        trains: Whether it contains a backward pass or an optimizer step.
+        updates: Whether it contains an optimizer step.
+        optimizer: Returns that optimizer while it exists.
     """
 
     def __init__(self) -> None:
@@ -24,10 +24,10 @@ class Captured:
 
 
 class Graphs:
-    """The graphs that were captured, and the one that is being captured.
+    """Tracks captured graphs, and the one being captured.
 
     Attributes:
-        capturing: Calls are put into this graph now, and nothing runs; None while they run.
+        capturing: The graph that calls are being recorded into, without running; None while calls run.
     """
 
     def __init__(self) -> None:
@@ -35,17 +35,17 @@ class Graphs:
         self._known: weakref.WeakKeyDictionary[Any, Captured] = weakref.WeakKeyDictionary()
 
     def begin(self, graph: Any) -> None:
-        """The capture of a graph has begun."""
+        """Call when the capture of a graph has begun."""
         self.capturing = Captured()
-        with contextlib.suppress(TypeError):  # one that cannot be looked up is replayed as an unknown one
+        with contextlib.suppress(TypeError):  # a graph that cannot be a key is later treated as unknown
             self._known[graph] = self.capturing
 
     def end(self) -> None:
-        """The capture is over."""
+        """Call when the capture is over."""
         self.capturing = None
 
     def find(self, graph: Any) -> Captured:
-        """What a graph holds; nothing that is known, if nobody saw its capture."""
+        """Return what a graph contains; nothing if its capture was not observed."""
         with contextlib.suppress(TypeError):
             return self._known.get(graph) or Captured()
         return Captured()

@@ -1,7 +1,7 @@
-"""The places in torch where a training loop, whoever wrote it, must come past.
+"""Hooks at the places in torch that any training loop must call.
 
-Each wrapper calls what it wraps with the arguments it was given and returns what that returned. While torch.compile
-traces, wrappers are transparent: they are inlined to the plain call and leave no trace in the graph.
+Each wrapper calls the wrapped function with the same arguments and returns its result. While torch.compile traces,
+wrappers are transparent: they are inlined to the plain call and leave nothing in the graph.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from torch.compiler import is_dynamo_compiling
 
 from frameworm.attach.collectives import install_collective_hooks
 from frameworm.attach.device_hooks import install_device_hooks, install_graph_hooks
-from frameworm.attach.patches import Patches, keep_compiler_out
+from frameworm.attach.patches import Patches
 from frameworm.attach.watch import Watch
 from frameworm.observe.clocks.phases import BACKWARD, CHECKPOINT, DATA_WAIT, OPTIMIZER
+from frameworm.torch_private.compiler import keep_compiler_out
+from frameworm.torch_private.distributed import set_timing_rate, times_of
+from frameworm.torch_private.loaders import any_iterator
 
 _Function = Callable[..., Any]
 
@@ -32,10 +35,10 @@ _OURS = "_frameworm_watches"
 
 
 def install(watch: Watch) -> Patches:
-    """Make torch report to the watch.
+    """Hook torch to report to the watch.
 
     Returns:
-        What to call `remove` on to put all back.
+        The patches; call `remove` to restore torch.
     """
     for method in vars(Watch).values():
         if isinstance(method, types.FunctionType):
@@ -60,7 +63,7 @@ def install(watch: Watch) -> Patches:
 
 
 def phase_of_its_own(watch: Watch, phase: str, original: _Function) -> _Function:
-    """A call that is a phase of its own."""
+    """Wrap a call that is a phase of its own."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +78,7 @@ def phase_of_its_own(watch: Watch, phase: str, original: _Function) -> _Function
 
 
 def _logging(watch: Watch, original: _Function) -> _Function:
-    # `frames` knows output by the name of this function.
+    # `frames` recognises output by the name of this function.
     @functools.wraps(original)
     def write_out(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
@@ -119,7 +122,7 @@ def _loaders(patches: Patches, watch: Watch) -> None:
         return fetch
 
     patches.set(dataloader.DataLoader, "__iter__", iterate)
-    patches.set(dataloader._BaseDataLoaderIter, "__next__", advance)
+    patches.set(any_iterator(), "__next__", advance)
 
 
 def _models(patches: Patches, watch: Watch) -> None:
@@ -162,15 +165,15 @@ def _models(patches: Patches, watch: Watch) -> None:
 
 
 def _ask_often(replica: Any, watch: Watch) -> None:
-    """Let DDP time every step instead of one in a hundred, where that costs no wait for a device."""
+    """Make DDP time every step instead of one in a hundred, if that needs no wait for a device."""
     try:
-        from torch._C._distributed_c10d import DebugLevel, get_debug_level
+        from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]
 
         on_cpu = all(item.device.type == "cpu" for item in replica.parameters())
-        # Otherwise DDP would print each of them.
+        # Otherwise DDP would print every one of them.
         quiet = get_debug_level() == DebugLevel.OFF
         if on_cpu and quiet:
-            replica._set_ddp_runtime_logging_sample_rate(1)
+            set_timing_rate(replica, 1)
         watch.facts["strategy"] = "ddp"
         watch.facts["gradient_bytes"] = sum(
             item.numel() * item.element_size() for item in replica.parameters() if item.requires_grad
@@ -180,12 +183,12 @@ def _ask_often(replica: Any, watch: Watch) -> None:
 
 
 def _ask_replicas(replicas: weakref.WeakSet[Any], watch: Watch) -> None:
-    """DDP has just put down the times of its last reduced backward pass, if it took any."""
+    """Read the times that DDP has just recorded for its last reduced backward pass, if any."""
     if not watch.active:
         return
     try:
         for replica in list(replicas):
-            data = replica.logger._get_ddp_logging_data().ints_map
+            data = times_of(replica)
             iteration = data.get("iteration")
             if iteration is None or iteration == watch.facts.get("ddp_iteration"):
                 continue
@@ -221,12 +224,12 @@ def _optimizers(patches: Patches, watch: Watch) -> None:
     scaler = torch.amp.GradScaler
     patches.set(scaler, "unscale_", functools.partial(phase_of_its_own, watch, OPTIMIZER))
     patches.set(scaler, "update", functools.partial(phase_of_its_own, watch, OPTIMIZER))
-    # A scaler may leave the optimizer's step out: it was a step all the same.
+    # A scaler may skip the optimizer's step: it still counts as a step.
     patches.set(scaler, "step", functools.partial(_update, watch, 1))
 
 
 def _watch_class(patches: Patches, watch: Watch, kind: type) -> None:
-    """Watch the step of one class of optimizers, around the wrapper that torch puts around it."""
+    """Watch the step of an optimizer class, outside torch's own wrapper."""
     found = getattr(kind, "step", None)
     if found is None or getattr(found, _OURS, None) is watch:
         return
@@ -234,14 +237,14 @@ def _watch_class(patches: Patches, watch: Watch, kind: type) -> None:
     setattr(wrapper, _OURS, watch)
     inner = getattr(found, "__wrapped__", None)
     if inner is not None:
-        # torch takes its own wrapper off when a step is compiled, by following this attribute.
+        # When compiling a step, torch removes its own wrapper by following this attribute.
         wrapper.__wrapped__ = keep_compiler_out(_update(watch, 0, inner))
         setattr(wrapper.__wrapped__, _OURS, watch)
     patches.set(kind, "step", lambda _: wrapper)
 
 
 def _update(watch: Watch, position: int, original: _Function) -> _Function:
-    """A call that steps an optimizer, which is argument number `position`; a closure may follow it."""
+    """Wrap a call that steps an optimizer, which is argument number `position`; a closure may follow it."""
 
     def counted(closure: _Function) -> _Function:
         @functools.wraps(closure, updated=())

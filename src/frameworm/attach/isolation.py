@@ -1,13 +1,13 @@
-"""Runs the rest of a process so that nothing it does outlasts it: private writes, private processes, no network.
+"""Isolate the rest of a process so that none of its effects remain: private writes and processes, no network.
 
-Every writable mount gets an overlay whose upper folder lies in memory: the script reads the real files, and what it
-writes, renames or deletes is gone when it ends. It runs under an init of its own, so no daemon survives it:
+Every writable mount gets an overlay whose upper folder is in memory: the script reads the real files, and what it
+writes, renames or deletes is gone when it ends. It runs under its own init, so no daemon survives it:
 
     outer process (the one the caller started; waits)  ->  init (PID 1 inside)  ->  the script (returns from `isolate`)
 
-Linux only. Writes fill memory, and opening a large file for writing copies it there. Files under /dev and /sys are the
+Linux only. Writes take memory, and opening a large file for writing copies it there. Files under /dev and /sys are the
 real ones. Without root it needs user namespaces and Linux 6.6 (user attributes in tmpfs). Files of other users or
-groups can then be read but not changed, and folders that were there before cannot be renamed.
+groups can then be read but not changed, and existing folders cannot be renamed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import psutil
 
 from frameworm.errors import EnvironmentSetupError
 
-# From the kernel's headers; Python names some of them only since 3.12.
+# From the kernel's headers; Python defines some of them only since 3.12.
 _NEW_MOUNTS, _NEW_IPC, _NEW_USERS, _NEW_PROCESSES, _NEW_NETWORK = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _READ_ONLY, _REMOUNT, _BIND, _MOVE, _RECURSIVE, _PRIVATE = 1, 32, 4096, 8192, 16384, 1 << 18
 _RESTRICTIONS = 2 | 4 | 8  # no set-user-ID programs, no devices, no execution
@@ -44,7 +44,7 @@ _DETACH = 2
 _PARENT_DEATH_SIGNAL = 1
 _CAPABILITY_VERSION = 0x20080522
 _GET_FLAGS, _SET_FLAGS, _SET_ADDRESS, _SET_MASK, _UP_AND_RUNNING = 0x8913, 0x8914, 0x8916, 0x891C, 0x41
-# File systems of the kernel, which hold no files of users.
+# File systems of the kernel, which hold no user files.
 _KERNEL_KINDS = (
     "|autofs|binfmt_misc|bpf|cgroup|cgroup2|configfs|debugfs|devpts|devtmpfs|efivarfs|fusectl|hugetlbfs|mqueue|nsfs|"
     "proc|pstore|rpc_pipefs|securityfs|selinuxfs|sysfs|tracefs|"
@@ -65,18 +65,19 @@ except EnvironmentSetupError as error:
 
 
 def isolate(shared: Sequence[Path] = (), *, network: bool = False) -> None:
-    """Move this process into namespaces of its own; its writes, processes and connections end with it.
+    """Move this process into its own namespaces; its writes, processes and connections end with it.
 
-    The call returns in a new process with the same working directory, environment and open files. The process that
-    called stays outside as a waiter: it passes signals on and ends as the new one ends. Killing it, or its parent,
-    kills everything inside. Sockets and FIFOs of other processes cannot be reached by their path.
+    The call returns in a new process with the same working directory, environment and open files. The calling process
+    remains outside and waits: it forwards signals and ends as the new one ends. Killing it, or its parent, kills
+    everything inside. Sockets and FIFOs of other processes cannot be reached by path.
 
     Args:
-        shared: Folders that stay the real ones; what is written there stays.
-        network: Keep the real network. Otherwise only this machine's own addresses work, among the processes inside.
+        shared: Folders that remain the real ones; what is written there persists.
+        network: Whether to keep the real network. Otherwise only this machine's own addresses work, among the processes
+            inside.
 
     Raises:
-        EnvironmentSetupError: The machine does not allow it. The process is of no use then and should end.
+        EnvironmentSetupError: If the machine does not allow it. The process is then unusable and should end.
     """
     if sys.platform != "linux":
         raise EnvironmentSetupError("isolation needs Linux")
@@ -98,7 +99,7 @@ def isolate(shared: Sequence[Path] = (), *, network: bool = False) -> None:
     if init:
         _wait_outside(init, status_read)
     os.close(status_read)
-    os.setsid()  # a signal to the process group reaches the waiter only, which passes it on once
+    os.setsid()  # a signal to the process group reaches only the waiter, which forwards it once
     die_with_parent(status_write)
     failure: Exception | None = None
     try:
@@ -110,7 +111,7 @@ def isolate(shared: Sequence[Path] = (), *, network: bool = False) -> None:
         _wait_as_init(script, status_write)
     os.close(status_write)
     os.setsid()
-    if own_users:  # with the capabilities of its user namespace a script could do what it cannot do outside
+    if own_users:  # drop the user namespace's capabilities, which the script does not have outside
         _call("capset", (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)())
     signal.signal(signal.SIGCHLD, on_child or signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -119,7 +120,7 @@ def isolate(shared: Sequence[Path] = (), *, network: bool = False) -> None:
 
 
 def why_not() -> str | None:
-    """Try `isolate` in a child process: None where it works, otherwise one line that says why not."""
+    """Try `isolate` in a child process; return None if it works, otherwise one line that says why not."""
     command = [sys.executable, "-c", _TRY, str(Path(__file__).resolve().parents[2])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TRY_S, check=False)
@@ -130,7 +131,7 @@ def why_not() -> str | None:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Call a function of the C library; raises OSError."""
+    """Call a function of the C library; raise OSError if it fails."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -143,7 +144,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int = 0, options: 
 
 @contextlib.contextmanager
 def _step(what: str) -> Iterator[None]:
-    """Turn the OSError of a step into a line that names the step."""
+    """Turn an OSError into an error that names the step."""
     try:
         yield
     except OSError as error:
@@ -154,10 +155,10 @@ def _step(what: str) -> Iterator[None]:
 
 
 def _unshare(network: bool) -> bool:
-    """Enter new namespaces, but for the mounts, which init changes; True if that took a user namespace."""
+    """Enter new namespaces, except for mounts, which init changes; return True if that needed a user namespace."""
     flags = _NEW_PROCESSES | _NEW_IPC | (0 if network else _NEW_NETWORK)
     user, group = os.geteuid(), os.getegid()
-    # The host name may stand for one of these, and torchrun connects to the host name.
+    # The host name may resolve to one of these, and torchrun connects to the host name.
     interfaces = psutil.net_if_addrs().values()
     addresses = [item.address for items in interfaces for item in items if item.family == socket.AF_INET]
     own_users = False
@@ -189,9 +190,9 @@ def _bring_up_loopback(addresses: Sequence[str]) -> None:
 
 
 def _close_files_except(kept: int) -> None:
-    """Close inherited files, so that the other ends of pipes see when the script closes them."""
+    """Close inherited files, so that the other ends of pipes notice when the script closes them."""
     numbers: list[int] = []
-    with contextlib.suppress(OSError):  # /proc may be missing where the new root could not be built
+    with contextlib.suppress(OSError):  # /proc may be missing if the new root could not be built
         numbers = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
     for number in numbers:
         with contextlib.suppress(OSError):
@@ -200,21 +201,21 @@ def _close_files_except(kept: int) -> None:
 
 
 def die_with_parent(pipe: int | None = None) -> None:
-    """Let the kernel kill this process when the one that started it dies.
+    """Have the kernel kill this process when its parent dies.
 
     Args:
-        pipe: Is read by that one only; tells whether it has died already.
+        pipe: A pipe that only the parent reads, to check whether it has already died.
     """
     _call("prctl", _PARENT_DEATH_SIGNAL, ctypes.c_ulong(signal.SIGKILL))
     if pipe is not None:
         poll = select.poll()
         poll.register(pipe, 0)
-        if poll.poll(0):  # nobody reads
+        if poll.poll(0):  # no reader is left
             os._exit(1)
 
 
 def _wait_for(child: int) -> int:
-    """Wait until a child ends, pass signals on to it and reap orphans; all signals are blocked. Returns its status."""
+    """Wait until a child ends, forwarding signals and reaping orphans; all signals are blocked. Return its status."""
     while True:
         number = signal.sigwait(signal.valid_signals())
         if number != signal.SIGCHLD:
@@ -228,11 +229,11 @@ def _wait_for(child: int) -> int:
 
 
 def _wait_as_init(script: int, status_write: int) -> NoReturn:
-    """Wait for the script, then end; the kernel kills what else runs inside."""
+    """Wait for the script, then end; the kernel kills everything else inside."""
     try:
         _close_files_except(status_write)
         os.write(status_write, _wait_for(script).to_bytes(4, "little"))
-    finally:  # never go on with the caller's work
+    finally:  # never continue with the caller's work
         os._exit(1)
 
 
@@ -251,7 +252,7 @@ def _wait_outside(init: int, status_read: int) -> NoReturn:
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
         os.kill(os.getpid(), -code)
-    finally:  # never go on with the caller's work
+    finally:  # never continue with the caller's work
         os._exit(1)
 
 
@@ -259,27 +260,27 @@ class _Mount(NamedTuple):
     path: str
     kind: str
     read_only: bool
-    source: str  # names an open file: has no special characters, and stays what it is when the path gets covered
+    source: str  # path of an open file: without special characters, and valid even when the mount gets covered
 
 
 def _opened(path: str, stack: contextlib.ExitStack) -> str:
-    """A name, relative to the real /proc, for what lies at a path; valid until the stack closes."""
+    """Open a path and return a name for it, relative to the real /proc, that is valid until the stack closes."""
     number = os.open(path, os.O_PATH | os.O_NOFOLLOW)
     stack.callback(os.close, number)
     return f"self/fd/{number}"
 
 
 def _visible_mounts(stack: contextlib.ExitStack) -> list[_Mount]:
-    """Mounts that are not hidden by others, parents first; the root is always among them."""
+    """Return mounts that are not hidden by others, parents first; the root is always included."""
     found = {"/": _Mount("/", "", False, _opened("/", stack))}
     for line in os.fsdecode(Path("self/mountinfo").read_bytes()).strip("\n").split("\n"):
         left, right = line.split(" - ", 1)
         number, _, _, _, point, options = left.split(" ")[:6]
         kind, _, options_of_all = right.split(" ")[:3]
         path = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
-        if kind == "autofs":  # opening it may mount something
+        if kind == "autofs":  # opening it might mount something
             continue
-        with contextlib.suppress(OSError):  # hidden, or out of this user's reach
+        with contextlib.suppress(OSError):  # hidden, or not accessible to this user
             source = _opened(path, stack)
             about = Path(source.replace("/fd/", "/fdinfo/")).read_text()
             if re.search(rf"^mnt_id:\s*{number}$", about, re.MULTILINE):
@@ -289,10 +290,10 @@ def _visible_mounts(stack: contextlib.ExitStack) -> list[_Mount]:
 
 
 def _writable_places(working_directory: str, shared: Sequence[str]) -> dict[str, str]:
-    """Where most scripts write, each with the highest folder above it from which on all belongs to this user.
+    """Return where most scripts write, each with its highest ancestor owned, like all folders below, by this user.
 
-    An overlay copies the folders above a changed file. A user namespace cannot do that with folders of others, and no
-    longer tells whose they are.
+    An overlay copies the folders above a changed file. A user namespace cannot copy folders of others, and no longer
+    shows their owners.
     """
     candidates = [Path(working_directory), Path("/tmp")]
     with contextlib.suppress(RuntimeError):  # a user without a home
@@ -313,7 +314,7 @@ def _inside(path: str, folders: Sequence[str]) -> bool:
 
 
 def _build_root(working_directory: str, shared: Sequence[str], places: Iterable[str], tops: set[str]) -> None:
-    """Assemble the new root from overlays, `tops` among them, and make it the root of this process."""
+    """Assemble the new root from overlays, including `tops`, and make it the root of this process."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))  # one open file for each mount
     with contextlib.ExitStack() as stack:
@@ -329,12 +330,12 @@ def _build_root(working_directory: str, shared: Sequence[str], places: Iterable[
             further = tops - {mount.path for mount in mounts}
             mounts = sorted([*mounts, *(_Mount(path, "", False, _opened(path, stack)) for path in further)])
             real = {path: _opened(path, stack) for path in shared}
-            _mount("tmpfs", "/proc", "tmpfs")  # the one folder whose content no overlay needs
+            _mount("tmpfs", "/proc", "tmpfs")  # the only folder whose content no overlay needs
         covered = [mount for mount in mounts if not _inside(mount.path, (*_KERNEL_FOLDERS, *shared))]
         tree = _Tree("/proc", [mount.path for mount in covered])
         for mount in covered:
             if f"|{mount.kind}|" not in _KERNEL_KINDS:
-                with contextlib.suppress(OSError):  # broken, such as a network drive that is gone: empty inside
+                with contextlib.suppress(OSError):  # broken, such as a disconnected network drive: empty inside
                     tree.place(mount)
         with _step("binding the device files and the shared folders"):
             shared_memory = kernel.pop("/dev/shm", None)
@@ -344,7 +345,7 @@ def _build_root(working_directory: str, shared: Sequence[str], places: Iterable[
                 tree.place_shared_memory(shared_memory)
         with _step("mounting a proc file system"):
             _mount("proc", f"{tree.root}/proc", "proc", _RESTRICTIONS)
-        for mount in mounts:  # what containers put there, such as their own memory limit and GPUs
+        for mount in mounts:  # mounted by containers, such as their own memory limit and GPUs
             if mount.path.startswith("/proc/"):
                 with contextlib.suppress(OSError):
                     _mount(mount.source, tree.root + mount.path, None, _BIND)
@@ -373,8 +374,8 @@ class _Tree:
     """Builds a root in memory.
 
     Args:
-        memory: Where to find a tmpfs.
-        points: Paths of mounts; each gets a call of `place`.
+        memory: Folder of a tmpfs.
+        points: Paths of mounts; `place` is called for each.
     """
 
     def __init__(self, memory: str, points: Sequence[str]) -> None:
@@ -393,7 +394,7 @@ class _Tree:
         raise EnvironmentSetupError("without root, overlays in memory need Linux 6.6 or later")
 
     def place(self, mount: _Mount) -> None:
-        """Show a mount's files in the tree and protect the real ones."""
+        """Make a mount's files visible in the tree and protect the real ones."""
         target = self.root + mount.path
         if not stat.S_ISDIR(Path(mount.source).stat().st_mode):
             self._place_file(mount)
@@ -407,9 +408,9 @@ class _Tree:
                 if mount.path == "/" and error.errno in (errno.EPERM, errno.ENODEV):
                     with _step("mounting an overlay"):
                         raise
-        if _bind_read_only(mount.source, target):  # also for file systems that no overlay accepts, such as FAT
+        if _bind_read_only(mount.source, target):  # also for file systems that overlays do not accept, such as FAT
             return
-        # A user namespace may not uncover what lies below mounts, so folders above mounts are made by hand.
+        # A user namespace may not uncover what is below mounts, so folders above mounts are created by hand.
         if any(point != mount.path and _inside(point, [mount.path]) for point in self._points):
             for entry in os.scandir(mount.source):
                 with contextlib.suppress(OSError):
@@ -417,7 +418,7 @@ class _Tree:
             _look_like(mount.source, target)
 
     def place_shared_memory(self, source: str) -> None:
-        """Mount shared memory as small as the real one; data staged there can be read."""
+        """Mount shared memory of the real one's size; existing data in it can be read."""
         size = os.statvfs(source)
         options = f"mode=1777,size={size.f_blocks * size.f_frsize}"
         target, held = f"{self.root}/dev/shm", f"{self._memory}/shm"
@@ -451,7 +452,7 @@ class _Tree:
             target.mkdir()
 
     def _place_file(self, mount: _Mount) -> None:
-        """A private copy of a small file of this user, a read-only view of others; none of sockets and FIFOs."""
+        """Place a private copy of a small file of this user, a read-only view of others; skip sockets and FIFOs."""
         target, about = self.root + mount.path, Path(mount.source).stat()
         if stat.S_ISSOCK(about.st_mode) or stat.S_ISFIFO(about.st_mode):
             return
@@ -465,9 +466,9 @@ class _Tree:
 
 
 def _look_like(source: str, target: str) -> None:
-    """Give a stand-in the owner and mode of the real folder; where it cannot have the owner, nobody may write."""
+    """Give a replacement the owner and mode of the real folder, without write permission if that is not writable."""
     about = Path(source).stat()
-    with contextlib.suppress(OSError):  # an owner whom this user namespace does not know
+    with contextlib.suppress(OSError):  # an owner unknown to this user namespace
         os.chown(target, about.st_uid, about.st_gid)
     Path(target).chmod(stat.S_IMODE(about.st_mode) & (0o7777 if os.access(source, os.W_OK) else ~0o222))
 

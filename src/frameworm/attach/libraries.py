@@ -1,4 +1,4 @@
-"""What is watched of modules that torch does not import itself: checkpoints of libraries, waits for sharded tensors."""
+"""Watch modules that torch does not import itself: checkpoints of libraries, waits for sharded tensors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from frameworm.attach.patches import Patches
 from frameworm.attach.script import AfterImport
 from frameworm.attach.watch import Watch
 from frameworm.observe.clocks.phases import CHECKPOINT
+from frameworm.torch_private.names import FUNCTIONAL_COLLECTIVES
 
-# What saves in each module.
+# Functions that save, by module.
 SAVES: dict[str, tuple[str, ...]] = {
     "safetensors.torch": ("save_file", "save_model"),
     "accelerate.accelerator": ("Accelerator.save_state", "Accelerator.save_model"),
@@ -21,25 +22,22 @@ SAVES: dict[str, tuple[str, ...]] = {
     "transformers.trainer": ("Trainer._save_checkpoint", "Trainer.save_model"),
 }
 
-# Where tensors that are divided among ranks wait for the parts of others.
-_FUNCTIONAL = "torch.distributed._functional_collectives"
-
 
 def watch_libraries(patches: Patches, watch: Watch) -> list[AfterImport]:
-    """Watch the libraries that the script imports, when it does.
+    """Watch libraries as soon as the script imports them.
 
     Returns:
-        What to `disarm` at the end.
+        Import hooks to `disarm` at the end.
     """
     waiting = [AfterImport(module, functools.partial(_watch_saves, patches, watch, module)) for module in SAVES]
-    waiting.append(AfterImport(_FUNCTIONAL, functools.partial(_watch_waits, patches, watch)))
+    waiting.append(AfterImport(FUNCTIONAL_COLLECTIVES, functools.partial(_watch_waits, patches, watch)))
     for item in waiting:
         item.arm()
     return waiting
 
 
 def _watch_saves(patches: Patches, watch: Watch, module: str) -> None:
-    """Nothing that fails here may reach the script: another version of a library may have another shape."""
+    """Wrap a module's save functions; errors must not reach the script, as library versions differ."""
     try:
         for path in SAVES[module]:
             *classes, name = path.split(".")
@@ -50,4 +48,4 @@ def _watch_saves(patches: Patches, watch: Watch, module: str) -> None:
 
 
 def _watch_waits(patches: Patches, watch: Watch) -> None:
-    patches.set(sys.modules[_FUNCTIONAL], "wait_tensor", functools.partial(wait_of, watch))
+    patches.set(sys.modules[FUNCTIONAL_COLLECTIVES], "wait_tensor", functools.partial(wait_of, watch))

@@ -1,8 +1,8 @@
-"""How much of a batch is padding, by the masks and labels in it; only of batches in the memory of the host.
+"""How much of a batch in host memory is padding, judging by its masks and labels.
 
-What pads is told by the data, not by names alone: a mask hides positions at the ends of rows that all hold the same id.
-`attention_mask` is the exception, whose meaning every library shares. Labels of -100 hide prompts and unmasked words
-too, so of them only runs at the ends of rows over one and the same id count.
+Padding is recognised by the data, not by names alone: a mask hides positions at the ends of rows that all hold the same
+ID. `attention_mask` is the exception, since it means the same in every library. Labels of -100 also hide prompts and
+unmasked words, so only runs of them at the ends of rows with the same ID count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from frameworm.data.prefetch import map_tensors
 
 IGNORED = -100
-MOST_VALUES = 2**18  # of a tensor; reading more takes milliseconds
+MOST_VALUES = 2**18  # largest tensor to read; more takes milliseconds
 MOST_TENSORS = 32
 _DEEPEST = 4
 _READ = {
@@ -33,14 +33,14 @@ _Array = NDArray[Any]
 
 
 class Tokens(NamedTuple):
-    """Positions of a batch, those that pad it, and those of them beyond its longest sample."""
+    """Counts of a batch's positions, its padding, and the padding beyond its longest sample."""
 
     positions: int
     padding: int
     beyond_longest: int
 
     def counts(self) -> dict[str, float]:
-        """What the step that trains on the batch counts of it."""
+        """Return the counts for the step that trains on the batch."""
         return {
             "read_batches": 1.0,
             "positions": float(self.positions),
@@ -50,15 +50,15 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(batch: Any) -> Tokens | None:
-    """What is padding in a batch; None where nothing in it tells."""
+    """Count the padding in a batch; None if nothing in it identifies padding."""
     tables = padding_in(batch)
     return None if tables is None else _sum_up(tables)
 
 
 def trimmed(batch: Any) -> Any:
-    """A batch without the columns that only pad it, where something in it tells; else it stays as it is.
+    """Remove the columns of a batch that contain only padding, if padding can be identified.
 
-    Widths stay multiples of a few positions, so that there are not too many of them.
+    Widths are rounded up to multiples of a few positions, to limit their number.
     """
     tables = padding_in(batch) or []
     shapes = {table.shape for table in tables}
@@ -78,7 +78,7 @@ def trimmed(batch: Any) -> Any:
 
 
 def padding_in(batch: Any) -> list[_Array] | None:
-    """Where a batch is padded, as tables of its positions; None where nothing in it tells."""
+    """Return masks of a batch's padding; None if nothing in it identifies padding."""
     tensors = dict(_named_tensors(batch, "", 0))
     tables = {name: item.numpy() for name, item in tensors.items() if _is_readable(item)}
     shared = [
@@ -106,13 +106,13 @@ def padding_in(batch: Any) -> list[_Array] | None:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Rows that matrix products over a batch have at least: its tokens, or vectors, or samples."""
+    """Return the least number of rows in matrix products over a batch: its tokens, vectors or samples."""
     found = [rows for _, item in _named_tensors(batch, "", 0) if (rows := _rows(item)) is not None]
     return max(found, default=None)
 
 
 def _is_readable(item: torch.Tensor) -> bool:
-    """Whether a tensor is a small table in the memory of the host, of a kind that may be ids, labels or a mask."""
+    """Whether a tensor is a small host table of a dtype that may hold IDs, labels or a mask."""
     plain = type(item) is torch.Tensor and item.is_cpu and item.layout is torch.strided and not item.requires_grad
     return plain and item.dtype in _READ and item.dim() == 2 and 0 < item.numel() <= MOST_VALUES
 
@@ -123,7 +123,7 @@ def _rows(item: torch.Tensor) -> int | None:
     vectors = item.is_floating_point() and item.dim() > 1
     rows = 1
     for size in item.shape[:-1] if vectors else item.shape:
-        if type(size) is not int:  # what traces or exports a model must not learn a size from us
+        if type(size) is not int:  # a symbolic size; reading it would specialise a trace or export
             return None
         rows *= size
     return rows
@@ -158,9 +158,9 @@ def _is_mask(name: str, table: _Array) -> bool:
 
 
 def _pads_by_mask(mask: _Array, words: _Array, *, named: bool) -> _Array | None:
-    """Where a mask says that a batch is padded, whichever of its values means that; None when it does not tell."""
+    """Return the padding by a mask, whichever of its values means padding; None if it does not identify padding."""
     sides = [mask == 0, mask != 0]
-    if not (sides[0].any() and sides[1].any()):  # all of it is real, if it is such a mask at all
+    if not (sides[0].any() and sides[1].any()):  # no padding, if it is a padding mask at all
         return np.zeros(mask.shape, bool) if named else None
     pads = [side for side in sides if _at_an_end(side) and np.ptp(words[side]) == 0]
     return pads[0] if len(pads) == 1 else None
@@ -177,7 +177,7 @@ def _pads_by_labels(ignored: _Array, words: _Array) -> _Array:
 
 
 def _run(ignored: _Array, words: _Array) -> _Array:
-    """Ignored positions that begin each row with the same id; a single one is a mark such as the begin of a text."""
+    """Ignored positions with the same ID at the start of each row; a single one is a marker such as start-of-text."""
     first = words[:, 0][ignored[:, 0]]
     if not first.size or np.ptp(first):
         return np.zeros(ignored.shape, bool)
@@ -187,6 +187,6 @@ def _run(ignored: _Array, words: _Array) -> _Array:
 
 def _sum_up(tables: list[_Array]) -> Tokens:
     padding = [int(np.count_nonzero(table)) for table in tables]
-    # Of each table, what all rows have in common.
+    # For each table, the padding that all rows have.
     beyond = [int(table.sum(1).min()) * len(table) for table in tables]
     return Tokens(sum(table.size for table in tables), sum(padding), sum(beyond))

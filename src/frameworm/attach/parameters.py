@@ -1,4 +1,4 @@
-"""What a script trains, by the optimizers that it steps: how many parameters, where, and in which precision."""
+"""What a script trains, judging by the optimizers that it steps: number of parameters, device and precision."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from typing import Any
 
 import torch
 
-MOST_OPTIMIZERS = 32  # some scripts make a new one for every step
+MOST_OPTIMIZERS = 32  # some scripts create a new one for every step
 
 
 class Parameters:
-    """Counts the parameters of the optimizers that take turns; one that never steps again trains something else."""
+    """Counts the parameters of optimizers that step in turns; one that never steps again trains something else."""
 
     def __init__(self) -> None:
-        self._known: dict[int, dict[int, int]] = {}  # of each optimizer, the last to step last
+        self._known: dict[int, dict[int, int]] = {}  # parameter sizes per optimizer, in order of their latest step
         self._teams: set[frozenset[int]] = set()
 
     def look_at(self, optimizer: Any, facts: dict[str, Any]) -> None:
-        """Put down what an optimizer trains that has stepped.
+        """Record what an optimizer that has just stepped trains.
 
         Args:
-            facts: Gets `parameters`, `device` and `precision`.
+            optimizer: The optimizer.
+            facts: Receives `parameters`, `device` and `precision`.
         """
         identity, known = id(optimizer), self._known
         if known and next(reversed(known)) == identity:
@@ -36,7 +37,7 @@ class Parameters:
                 del known[next(iter(known))]
             return
         order = list(known)
-        team = order[order.index(identity) :]  # who has stepped since this one did
+        team = order[order.index(identity) :]  # optimizers that have stepped since this one did
         known[identity] = known.pop(identity)
         if frozenset(team) not in self._teams and len(self._teams) < MOST_OPTIMIZERS:
             self._teams.add(frozenset(team))
@@ -47,6 +48,6 @@ class Parameters:
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """A precision as reports call it."""
+    """Return the name of a precision in reports."""
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
     return names.get(dtype, str(dtype).removeprefix("torch."))

@@ -1,4 +1,4 @@
-"""One run folder for all processes of a job, agreed on before any of them has a process group."""
+"""Agree on one run folder for all processes of a job before any of them has a process group."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _POLL_S = 0.02
 
 
 class SharedFolder:
-    """The folder of the run, made by rank 0; the others of a machine read from a file where it is.
+    """The run folder, created by rank 0; other ranks on the machine read its path from a file.
 
-    Workers of one launcher have the same parent, so its number and birth name the job. Ranks on other machines have no
-    such file: they need `--out`, a folder that all machines see.
+    Workers of one launcher have the same parent, so its process ID and start time identify the job. Ranks on other
+    machines do not see that file: they need `--out`, a folder that all machines share.
 
     Args:
-        out: The folder asked for, or None for runs/<name>-<time>.
+        process: This process's place among the ranks.
+        out: The requested folder, or None for runs/<name>-<time>.
         name: Name of the run.
     """
 
@@ -44,10 +45,10 @@ class SharedFolder:
                 write_atomic(self._note, str(self.folder.path))
 
     def find(self) -> RunFolder:
-        """The folder; ranks other than 0 wait for it.
+        """Return the folder; ranks other than 0 wait for it.
 
         Raises:
-            RunFolderError: Rank 0 has not made it in time.
+            RunFolderError: If rank 0 does not create it in time.
         """
         deadline = time.monotonic() + WAIT_FOR_FOLDER_S
         while self.folder is None:
@@ -64,13 +65,13 @@ class SharedFolder:
         return self.folder
 
     def done(self) -> None:
-        """This rank has written all it had."""
+        """Signal that this rank has written everything."""
         if self.process.rank > 0 and self.folder is not None:
             with contextlib.suppress(OSError):
                 self._done_file(self.process.rank).touch()
 
     def wait_for_ranks(self, timeout_s: float = WAIT_FOR_RANKS_S) -> list[int]:
-        """Rank 0 waits until the others are done; returns those that are not."""
+        """Wait on rank 0 until the others are done; return those that are not."""
         deadline = time.monotonic() + timeout_s
         missing = list(range(1, self.process.world_size))
         while True:
@@ -101,13 +102,13 @@ class SharedFolder:
 
 
 class RankMeeting:
-    """Processes of one launcher on one machine: rank 0 learns the variables of all and decides, the others wait.
+    """Coordinates the processes of one launcher on one machine: rank 0 gets all their variables and decides.
 
     Args:
-        process: This process's place among them.
+        process: This process's place among the ranks.
 
     Raises:
-        EnvironmentSetupError: They are spread over several machines.
+        EnvironmentSetupError: If the processes are spread over several machines.
     """
 
     def __init__(self, process: ProcessInfo) -> None:
@@ -119,10 +120,10 @@ class RankMeeting:
         self._note = _meeting_point(process)
 
     def variables(self) -> list[dict[str, str | None]]:
-        """On rank 0: what the variables of each rank are, where they differ from its own.
+        """Return, on rank 0, the environment variables of each rank that differ from its own.
 
         Raises:
-            EnvironmentSetupError: A rank does not come.
+            EnvironmentSetupError: If a rank does not appear in time.
         """
         write_atomic(self._file("leader"), str(os.getpid()))
         found: list[dict[str, str | None]] = [{}]
@@ -138,7 +139,7 @@ class RankMeeting:
         return found
 
     def tell(self, code: int) -> None:
-        """On rank 0: let the others go on, or end with this exit code."""
+        """Tell the others, on rank 0, how it ended: the exit code that `wait` returns to them."""
         write_atomic(self._file("told"), str(code))
         for rank in range(1, self.process.world_size):
             self._wait(self._file(f"heard{rank}"), WAIT_FOR_RANKS_S)
@@ -146,14 +147,14 @@ class RankMeeting:
             path.unlink(missing_ok=True)
 
     def wait(self) -> int:
-        """On the others: the exit code that rank 0 tells, or 1 if it ended without one."""
+        """Return, on other ranks, the exit code from rank 0, or 1 if it ended without one."""
         write_atomic(self._file(f"rank{self.process.rank}"), json.dumps(all_variables()))
         leader = self._wait(self._file("leader"), WAIT_FOR_FOLDER_S)
         if leader is None:
             return 1
         told = None
         while told is None:
-            alive = psutil.pid_exists(int(leader))  # asked first: it may tell and end right after
+            alive = psutil.pid_exists(int(leader))  # checked first: it may tell and end right after
             told = self._read(self._file("told"))
             if told is None and not alive:
                 return 1
@@ -176,7 +177,7 @@ class RankMeeting:
 
 
 def who_am_i() -> tuple[ProcessInfo, str | None]:
-    """This process's place among others, and what to say if the variables make no sense."""
+    """Return this process's place among the ranks, and a note if the environment variables make no sense."""
     try:
         return detect(), None
     except EnvironmentSetupError as error:

@@ -1,4 +1,4 @@
-"""From the step files of an attached run to its record; needs no torch, so that any stored run can be read again."""
+"""Build an attached run's record from its step files; imports no torch, so stored runs can be read anywhere."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from frameworm.diagnose.rules.accounting import StepsOfRanks
 
 EXPOSED, REPLAY = "communication_exposed", "graph_replay"
-# Every training step has these; one that never shows up was there and could not be seen.
+# Every training step has these phases; if one never shows up, it could not be observed.
 EXPECTED = ("data_wait", "forward", "backward", "optimizer")
 BATCHES_KEPT = 10_000
 
 
 @dataclass
 class Surroundings:
-    """What is known about an attached run beside its steps."""
+    """What is known about an attached run besides its steps."""
 
     name: str
     status: str
@@ -63,12 +63,12 @@ class Surroundings:
 
 
 def leave_surroundings(folder: RunFolder, rank: int, around: Surroundings) -> None:
-    """Write down what a child process knows about its run beside its steps."""
+    """Store what a child process knows about its run besides its steps."""
     write_atomic(folder.path / f".rank{rank}-end", json.dumps(json_ready(dataclasses.asdict(around))))
 
 
 def take_surroundings(folder: RunFolder) -> Surroundings | None:
-    """Read and remove what child processes have left; that of the lowest rank counts."""
+    """Read and remove what child processes have stored; the lowest rank's counts."""
     around = None
     for rank in folder.step_files():
         path = folder.path / f".rank{rank}-end"
@@ -79,7 +79,7 @@ def take_surroundings(folder: RunFolder) -> Surroundings | None:
 
 
 class RankSums:
-    """Sums over the steps of one rank, in bounded memory: sizes of batches are those of the latest steps."""
+    """Sums over the steps of one rank in bounded memory; batch sizes are those of the latest steps."""
 
     def __init__(self, share: float = 1.0) -> None:
         self.aggregate = StepAggregate()
@@ -88,10 +88,10 @@ class RankSums:
         self.samples = 0
         self.checkpoints = 0
         self.checkpoint_s = 0.0
-        self.share = share  # of all steps that is taken in, where that is a sample
+        self.share = share  # fraction of all steps that is added, if only a sample is read
 
     def add(self, step: StepRecord) -> None:
-        """Take one step in."""
+        """Add one step."""
         self.aggregate.add(step)
         self.samples += step.samples
         metrics = step.metrics
@@ -104,12 +104,12 @@ class RankSums:
             accumulated = max(1.0, metrics.get("batches", metrics.get("backwards", 1.0) / updates))
             self.fetched.append(step.samples / accumulated)
             self.accumulated.append(accumulated)
-        # Model, optimizer and the like in files of their own are one checkpoint.
+        # Separate files for model, optimizer and so on count as one checkpoint.
         self.checkpoints += metrics.get("checkpoints", 0) > 0
         self.checkpoint_s += step.phases.get("checkpoint", 0.0)
 
     def summary(self, rank: int) -> RankSummary:
-        """The mean step of the rank, without the warm-up."""
+        """Summarise the rank's mean step, without warm-up."""
         spread = self.aggregate.throughput().step_s
         phases = {name: phase.mean_s for name, phase in self.aggregate.phases().items()}
         return RankSummary(
@@ -123,12 +123,12 @@ class RankSums:
 def record_of(
     folder: RunFolder, around: Surroundings, most_bytes: int | None = None
 ) -> tuple[RunRecord, list[SeriesPoint]]:
-    """The record of an attached run and its curve, from what its ranks have written.
+    """Build the record and curve of an attached run from what its ranks have written.
 
     Args:
-        folder: The run.
-        around: What is known about it beside its steps.
-        most_bytes: Of the steps files of a longer run, read a sample; None: read them all.
+        folder: The run folder.
+        around: What is known about it besides its steps.
+        most_bytes: Limit on step data to read, beyond which it is sampled; None to read everything.
     """
     sums, _ = _read_steps(folder, most_bytes)
     return record_of_sums(folder, around, sums)
@@ -151,7 +151,7 @@ def _read_steps(folder: RunFolder, most_bytes: int | None) -> tuple[dict[int, Ra
 def record_of_sums(
     folder: RunFolder, around: Surroundings, sums: Mapping[int, RankSums]
 ) -> tuple[RunRecord, list[SeriesPoint]]:
-    """The same from steps that were read already."""
+    """Like `record_of`, from steps already read."""
     ranks = {number: rank for number, rank in sums.items() if rank.aggregate.steps}
     facts = around.facts
     first = ranks[min(ranks)] if ranks else RankSums()
@@ -180,7 +180,7 @@ def record_of_sums(
         notes=list(around.notes),
         run_dir=str(folder.path),
     )
-    # Speed is over the steps of the first rank, of which more or less may be read than of the others.
+    # Throughput is over the first rank's steps, of which a different fraction may have been read than of the others.
     parts = [(rank.aggregate, first.share / rank.share) for rank in ranks.values()]
     samples = round(sum(rank.measured_samples * weight for rank, weight in parts))
     tokens = round(sum((rank.measured_tokens or 0) * weight for rank, weight in parts))
@@ -207,7 +207,7 @@ def record_of_sums(
 
 
 def _flops(known: Flops | None, ranks: Mapping[int, RankSums]) -> Flops | None:
-    """The model's FLOPs over the steps there are, by what was counted early in the run."""
+    """Compute the model's FLOPs over the available steps from what was counted early in the run."""
     if known is None or known.model is None or not ranks:
         return known
     first, share = ranks[min(ranks)].aggregate, ranks[min(ranks)].share
@@ -224,7 +224,7 @@ def _framework(facts: Mapping[str, Any]) -> Framework | None:
 
 
 def _checkpoints(rank: RankSums) -> CheckpointStatistics:
-    """A script saves between two steps: training stands still for as long as it takes."""
+    """Summarise checkpoints: a script saves between two steps, so training stalls for the whole save."""
     if not rank.checkpoints:
         return CheckpointStatistics()
     stall_s = rank.checkpoint_s / rank.share
@@ -232,7 +232,7 @@ def _checkpoints(rank: RankSums) -> CheckpointStatistics:
 
 
 def judge_record(record: RunRecord, folder: RunFolder) -> None:
-    """Put verdict and findings into a record, from it and what else its folder holds."""
+    """Put verdict and findings into a record, based on it and the rest of its folder."""
     from frameworm.diagnose.rules.judge import apply_judgement, judge
     from frameworm.diagnose.targets import grade_targets
 
@@ -242,11 +242,11 @@ def judge_record(record: RunRecord, folder: RunFolder) -> None:
 
 
 def stored_record(folder: RunFolder, most_bytes: int | None = SAMPLE_BYTES) -> RunRecord:
-    """The summary of a run, or what can be said from the steps of one that was cut short.
+    """Return the summary of a run, or a record from the steps of a run that was cut short.
 
     Args:
-        folder: The run.
-        most_bytes: Of the steps files of a longer run, read a sample; None: read them all.
+        folder: The run folder.
+        most_bytes: Limit on step data to read, beyond which it is sampled; None to read everything.
     """
     if folder.summary_json.exists():
         return _summed_up(folder)
@@ -254,11 +254,11 @@ def stored_record(folder: RunFolder, most_bytes: int | None = SAMPLE_BYTES) -> R
 
 
 def judged_run(folder: RunFolder, most_bytes: int | None = SAMPLE_BYTES) -> RunRecord:
-    """`stored_record` with the verdict of today's rules, from steps that are read once.
+    """Like `stored_record`, with the verdict of the current rules; steps are read once.
 
     Args:
-        folder: The run.
-        most_bytes: Of the steps files of a longer run, read a sample; None: read them all.
+        folder: The run folder.
+        most_bytes: Limit on step data to read, beyond which it is sampled; None to read everything.
     """
     if folder.summary_json.exists():
         record = _summed_up(folder)
@@ -271,14 +271,14 @@ def judged_run(folder: RunFolder, most_bytes: int | None = SAMPLE_BYTES) -> RunR
 
 
 def _summed_up(folder: RunFolder) -> RunRecord:
-    """The summary, with the place where it was found."""
+    """Read the summary and set its folder."""
     record = folder.read_summary()
     record.run_dir = str(folder.path)
     return record
 
 
 def _cut_short(folder: RunFolder, sums: Mapping[int, RankSums]) -> RunRecord:
-    """What can be said of a run without a summary."""
+    """Build the record of a run without a summary."""
     begun = read_begun(folder)
     around = Surroundings(
         name=folder.run_name() or folder.path.name,
@@ -287,7 +287,7 @@ def _cut_short(folder: RunFolder, sums: Mapping[int, RankSums]) -> RunRecord:
         facts=facts_of(begun),
         environment={} if begun is None else begun.environment,
     )
-    around.notes.append("the run has no summary: it was cut short, or goes on; judged by the steps it has written")
+    around.notes.append("the run has no summary: it was cut short, or still runs; judged by the steps it has written")
     record, _ = record_of_sums(folder, around, sums)
     if folder.config.exists():
         record.source = "engine"
@@ -297,14 +297,14 @@ def _cut_short(folder: RunFolder, sums: Mapping[int, RankSums]) -> RunRecord:
 
 
 def read_begun(folder: RunFolder) -> RunRecord | None:
-    """What was known of a run when it began; None: nothing was written down."""
+    """Read what was known about a run when it began; None if nothing was stored."""
     with contextlib.suppress(RunFolderError):
         return folder.read_begun()
     return None
 
 
 def facts_of(record: RunRecord | None) -> dict[str, Any]:
-    """What a record made earlier knows beside the steps, as `Surroundings.facts`."""
+    """Extract from an earlier record what it knows besides steps, as `Surroundings.facts`."""
     if record is None:
         return {}
     return {
@@ -318,13 +318,13 @@ def facts_of(record: RunRecord | None) -> dict[str, Any]:
 
 
 def judge_stored(record: RunRecord, folder: RunFolder, most_bytes: int | None = SAMPLE_BYTES) -> None:
-    """Fill in verdict and findings by the rules of today; a note says where they are by a sample of the steps."""
+    """Fill in verdict and findings by the current rules; a note says if they are based on a sample of the steps."""
     steps = folder.step_readers(most_bytes)
     _judge_steps(record, folder, steps, _share_of(reader.share for reader in steps.values()))
 
 
 def _share_of(shares: Iterable[float]) -> float:
-    """The part that was read of all steps, from the parts of the ranks, which all take as many steps."""
+    """Average the ranks' fractions of steps read, as all ranks take the same number of steps."""
     each = list(shares)
     return sum(each) / len(each) if each else 1.0
 
@@ -347,7 +347,7 @@ def _judge_steps(record: RunRecord, folder: RunFolder, steps: StepsOfRanks, shar
 
 
 def stored_trace(folder: RunFolder) -> TraceSummary | None:
-    """What the trace of rank 0 says, if one was recorded."""
+    """Read the summary of rank 0's trace, if one was recorded."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         return TraceSummary.from_dict(read_json(folder.path / "trace-rank0-summary.json"))
     return None
@@ -360,7 +360,7 @@ def _batch(rank: RankSums, world_size: int) -> Batch:
 
 
 def _communication(ranks: list[RankSummary], world_size: int, facts: Mapping[str, Any]) -> Communication:
-    """Times of rank 0; the rank that waits least is the one the others wait for."""
+    """Summarise rank 0's communication; the rank that waits least is the one that the others wait for."""
     if world_size == 1:
         return Communication(total_s=0.0, exposed_s=0.0)
     result = Communication(bytes_per_step=facts.get("gradient_bytes"))
@@ -381,7 +381,7 @@ def _communication(ranks: list[RankSummary], world_size: int, facts: Mapping[str
 
 
 def _unseen(record: RunRecord, facts: Mapping[str, Any]) -> list[str]:
-    # Whatever a replayed graph holds is seen, if only as a whole.
+    # Phases inside a replayed graph count as seen, if only as a whole.
     inside = COMPUTE_PHASES if REPLAY in record.phases else ()
     unseen = [name for name in EXPECTED if name not in record.phases and name not in inside]
     if str(facts.get("device", "")).startswith("cuda") and "transfer" not in record.phases:

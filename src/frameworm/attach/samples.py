@@ -1,9 +1,9 @@
-"""Looks at what a script does on its own, in the time that belongs to no phase.
+"""Sample what a script does on its own, in the time that belongs to no phase.
 
-A thread reads where the one that trains is: now and then while all time is in phases, up to a hundred times a second
-once there is time to explain, until enough has been seen. A look makes the script wait for Python's lock, so that none
-is taken that is not needed. Which of the looks fell into `other` is known when a step is over and its stretches have
-their last labels.
+A thread reads the position of the training thread: rarely while all time is in phases, up to a hundred times a second
+once there is time to explain, until there are enough samples. A sample makes the script wait for the GIL, so none is
+taken needlessly. Which samples fell into `other` is known when a step is over and its stretches have their final
+labels.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from frameworm.observe.clocks.phases import DATA_WAIT, OPTIMIZER, OTHER, TRANSFE
 from frameworm.records.observations import OtherTime, Place
 
 INTERVAL_S, IDLE_INTERVAL_S = 0.01, 0.2
-# Below this share of the step in no phase nobody will ask where it went.
+# Below this fraction of the step in no phase, nobody asks where the time went.
 WORTH_A_LOOK = 0.04
 ENOUGH_LOOKS = 400
-# Of the last steps, so that work that is rare and long is seen the next time.
+# Decay per step of the time totals, so that rare, long work is sampled the next time.
 MEMORY = 0.98
-# Of one core; where a look takes longer, looks are fewer.
+# Largest fraction of one core; the longer a sample takes, the fewer are taken.
 MOST_COST_SHARE = 0.002
-# Steps of an even length must not be met at the same moment each time.
+# Spreads samples, so that steps of equal length are not always sampled at the same moment.
 _GOLDEN = 0.618034
 MOST_SAMPLES = 50_000
 MOST_PLACES = 5
@@ -38,18 +38,18 @@ SAME_PLACE_LINES = 3
 PREPARING = "preparing"
 
 
-class Looks:
+class StackSamples:
     """Samples of one thread.
 
     Args:
-        script: The script; files beside it are named from there.
-        active: Whether there will be more to see.
+        script: The script; files beside it are shown relative to its folder.
+        active: Whether to go on sampling.
         between: Whether the script is in no phase right now.
-        frames: The frames of all threads.
+        frames: Returns the frames of all threads.
         clock: The clock of the marks.
 
     Attributes:
-        watched: The thread that is looked at: the one that made it, unless set.
+        watched: The sampled thread: the one that created this object, unless set.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class Looks:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start sampling."""
         self._thread = threading.Thread(target=self._run, name="frameworm-looks", daemon=True)
         self._thread.start()
 
     def stop(self, timeout_s: float = 1.0) -> None:
-        """Look no more."""
+        """Stop sampling."""
         self._ended = True
         if self._thread is not None:
             self._thread.join(timeout_s)
 
     def look(self) -> None:
-        """Put down where the thread is."""
-        # The clock first: what the thread does meanwhile is at most a few lines more.
+        """Record the thread's current position."""
+        # Read the clock first: meanwhile the thread advances by a few lines at most.
         now_s = self._clock()
         spot = self._reader.read(self._frames().get(self.watched))
         if spot is not None:
@@ -95,17 +95,18 @@ class Looks:
 
     @property
     def interval_s(self) -> float:
-        """Time between two looks, but for what they cost."""
+        """Time between two samples, not limited by their cost."""
         needed = self._other_s > WORTH_A_LOOK * self._steps_s and self._counted < ENOUGH_LOOKS
         return INTERVAL_S if needed else IDLE_INTERVAL_S
 
     def credit(self, step: Stretches, step_s: float, other_s: float | None, *, counts: bool = True) -> None:
-        """Count the looks that fell into the time of a finished step in which it was in no phase.
+        """Count the samples that fell into a finished step's time in no phase.
 
         Args:
-            step_s: What the step took.
-            other_s: What it took of that in no phase, where known; on a GPU only what the device did not hide.
-            counts: False for a step that is no part of the figures.
+            step: The step.
+            step_s: Duration of the step.
+            other_s: Time in no phase, if known; on a GPU only what the device did not hide.
+            counts: Whether the step is part of the statistics.
         """
         if other_s is not None:
             self._steps_s = MEMORY * self._steps_s + step_s
@@ -124,11 +125,11 @@ class Looks:
                 self._counted += 1
 
     def summary(self) -> OtherTime | None:
-        """The places seen most; None when none was."""
+        """Return the places sampled most; None if there are none."""
         lines: defaultdict[tuple[str, str, str], Counter[int]] = defaultdict(Counter)
         for (spot, before), count in self._counts.items():
             work = work_at(spot)
-            if work == DEVICE:  # has a measure of its own, and is no time of the device
+            if work == DEVICE:  # measured separately
                 continue
             if before and work == COMPUTING:
                 work = PREPARING
@@ -162,12 +163,12 @@ class Looks:
                 if self._between():
                     self.look()
         except Exception:
-            # Whatever happens here is no business of the script: there are no more looks.
+            # Errors here must not affect the script: just stop sampling.
             return
 
 
 def _is_before_the_model(step: Stretches, index: int) -> bool:
-    """Whether a stretch lies between the fetch of a batch and the first use of it."""
+    """Whether a stretch lies between the fetch of a batch and its first use."""
     for mark in reversed(step.marks[:index]):
         if mark.label in (DATA_WAIT, START, TRANSFER):
             return True
@@ -177,7 +178,7 @@ def _is_before_the_model(step: Stretches, index: int) -> bool:
 
 
 def _blocks(lines: Counter[int]) -> list[Counter[int]]:
-    """Lines of one function with their looks, neighbours together."""
+    """Group a function's sampled lines into blocks of neighbours."""
     blocks: list[Counter[int]] = []
     last = None
     for line in sorted(lines):

@@ -1,4 +1,4 @@
-"""Runs a Python file as if it had been given to `python`, and tells how it ended."""
+"""Run a Python file as `python` would, and report how it ended."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _OWN_FILES = f"{Path(__file__).parent}{os.sep}"
 
 
 class Ending(NamedTuple):
-    """How a script ended: `completed`, `failed` or `interrupted`, and what to exit with as `sys.exit` takes it."""
+    """How a script ended: `completed`, `failed` or `interrupted`, and the value for `sys.exit`."""
 
     status: str
     code: int | str | None
 
 
 def check_script(path: Path) -> None:
-    """Refuse what cannot be run.
+    """Check that a script can be run.
 
     Raises:
-        EnvironmentSetupError: There is no such file.
+        EnvironmentSetupError: If there is no such file.
     """
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
@@ -39,12 +39,12 @@ def check_script(path: Path) -> None:
 
 
 def find_module(name: str) -> Path:
-    """The file that `python -m NAME` would run, which looks in the working folder first.
+    """Find the file that `python -m NAME` would run, looking in the working folder first.
 
-    Only packages around it are imported, as Python does: to import the module itself may be to train.
+    Only its parent packages are imported, as Python does: importing the module itself may start training.
 
     Raises:
-        EnvironmentSetupError: There is none.
+        EnvironmentSetupError: If there is none.
     """
     path = sys.path[:]
     if not getattr(sys.flags, "safe_path", False):
@@ -62,13 +62,13 @@ def find_module(name: str) -> Path:
 
 
 def run_script(path: Path, arguments: Sequence[str], name: str | None = None, source: str | None = None) -> Ending:
-    """Run a file as `__main__` with these arguments. What it raises is shown as Python would show it.
+    """Run a file as `__main__` with these arguments; errors are shown as Python would show them.
 
     Args:
         path: The file.
-        arguments: What follows it.
-        name: What it is called as a module, where it runs as with `python -m`.
-        source: What to run under its name instead of what it holds.
+        arguments: Its command-line arguments.
+        name: Its module name, to run it as with `python -m`.
+        source: Source code to run in place of the file's.
     """
     sys.argv = [str(path), *arguments]
     if not getattr(sys.flags, "safe_path", False):
@@ -80,7 +80,7 @@ def run_script(path: Path, arguments: Sequence[str], name: str | None = None, so
     module.__spec__ = None
     module.__dict__.update({"__annotations__": {}, "__builtins__": __builtins__, "__cached__": None})
     module.__package__ = None if name is None else name if path.name == "__main__.py" else name.rpartition(".")[0]
-    # Whoever runs the command line may have put its own there.
+    # The command line's runner may have installed its own hook.
     sys.excepthook = sys.__excepthook__
     sys.modules["__main__"] = module
     try:
@@ -99,7 +99,7 @@ def run_script(path: Path, arguments: Sequence[str], name: str | None = None, so
 
 
 def _exit_code(stop: SystemExit) -> int | str | None:
-    """What the script gave to `sys.exit`; anything but a number is shown by Python, which then exits with 1."""
+    """Return what the script passed to `sys.exit`; Python prints anything but a number and exits with 1."""
     code: Any = stop.code
     return code if code is None or isinstance(code, int) else str(code)
 
@@ -110,7 +110,7 @@ def _show(error: BaseException) -> None:
 
 
 def without_own_frames(error: BaseException) -> None:
-    """Take our frames out of the tracebacks of an error and of those that led to it."""
+    """Remove our frames from the tracebacks of an error and of its causes."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -133,10 +133,10 @@ def without_own_frames(error: BaseException) -> None:
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function once a module has been imported, at the time the script does so.
+    """Calls a function right after the script has imported a module.
 
-    torch reads variables when it is imported, and a script may set them first: we must not import it before. Libraries
-    may also ask whether a module is there long before anybody imports it.
+    torch reads variables when it is imported, and a script may set them first, so we must not import it earlier.
+    Libraries may also check whether a module exists long before it is imported.
     """
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
@@ -145,21 +145,21 @@ class AfterImport(importlib.abc.MetaPathFinder):
         self._looking = False
 
     def arm(self) -> None:
-        """Wait for the import, or act now if it has happened."""
+        """Wait for the import, or act now if it has already happened."""
         if self._name in sys.modules:
             self._action()
         else:
             sys.meta_path.insert(0, self)
 
     def disarm(self) -> None:
-        """Wait no longer."""
+        """Stop waiting."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Hand the module on with a loader that tells when it is done."""
+        """Return the module's spec with a loader that calls the action when done."""
         if fullname != self._name or self._looking:
             return None
         self._looking = True
@@ -173,7 +173,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         execute = loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
-            vars(loader).pop("exec_module", None)  # gone already where another finder waits for the same module
+            vars(loader).pop("exec_module", None)  # already gone if another finder waits for the same module
             execute(module)
             self.disarm()
             self._action()

@@ -1,9 +1,9 @@
-"""Which stretch of time belongs to which step of somebody else's training loop.
+"""Assign stretches of time to the steps of an observed training loop.
 
-The hooks say what begins and ends: a batch is fetched, a model called, a backward pass run, an optimizer stepped. A
-step ends where the next one fetches its first batch after an optimizer has stepped, so that accumulation and several
-optimizers are one step. A loop that fetches nothing visible is cut where an optimizer comes round again. Both are known
-only afterwards: the place is remembered and the row of stretches cut there.
+The hooks report what begins and ends: a batch is fetched, a model called, a backward pass run, an optimizer stepped. A
+step ends where the next one fetches its first batch after an optimizer has stepped, so accumulation and several
+optimizers count as one step. A loop without visible fetches is cut where an optimizer steps again. Both are known only
+afterwards: the place is remembered, and the sequence of stretches is cut there.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from frameworm.observe.clocks.phases import (
 )
 
 COMMUNICATION = "communication_exposed"
-# A model that only infers: part of the step (a teacher, a frozen encoder) or a validation, which the next call tells.
+# A model that only infers: part of the step (a teacher, a frozen encoder) or of a validation; the next call decides.
 INFERENCE = "inference"
-# A CUDA graph that the script captured is replayed: whatever was captured, as one stretch.
+# Replay of a CUDA graph that the script captured: one stretch, whatever it contains.
 GRAPH = "graph_replay"
 
-# What may claim time inside of what; all else belongs to the outer phase.
+# Phases that may claim time inside a phase; everything else belongs to the outer phase.
 INSIDE: dict[str | None, frozenset[str]] = {
     FORWARD: frozenset({BACKWARD, OPTIMIZER, CHECKPOINT, TRANSFER, COMMUNICATION}),
     OPTIMIZER: frozenset({FORWARD, BACKWARD, CHECKPOINT, TRANSFER, COMMUNICATION}),
@@ -48,14 +48,14 @@ MOST_FETCHES = 512
 
 
 class Payload(NamedTuple):
-    """What goes with a finished step beside its times."""
+    """What accompanies a finished step besides its times."""
 
     tally: dict[str, float]
-    extra: dict[str, float]  # filled in later by whoever knows
+    extra: dict[str, float]  # filled in later
 
 
 class _Place(NamedTuple):
-    """Where the next step would begin."""
+    """A place where the next step might begin."""
 
     position: int
     tally: dict[str, float]
@@ -63,18 +63,18 @@ class _Place(NamedTuple):
 
 
 class StepFinder:
-    """Turns what the hooks see into steps.
+    """Turns the hooks' reports into steps.
 
     Args:
-        finished: Called with each step; its events may still be on the device.
+        finished: Called with each step, whose events may still be pending on the device.
 
     Attributes:
-        tally: Counts and seconds of the step that is going on.
-        extra: Facts about that step that are known later.
-        begun: Whether a step is going on.
-        phases: What is going on, the innermost last.
-        fetches_seen: Whether any loader has given a batch.
-        epoch: How often training has begun to read a loader anew; at least 1.
+        tally: Counts and seconds of the current step.
+        extra: Facts about the current step that are filled in later.
+        begun: Whether a step is in progress.
+        phases: The active phases, innermost last.
+        fetches_seen: Whether any loader has returned a batch.
+        epoch: How often training has started to read a loader; at least 1.
     """
 
     def __init__(self, finished: Callable[[Stretches], None]) -> None:
@@ -86,18 +86,18 @@ class StepFinder:
         self.epoch = 1
         self._finished = finished
         self.phases: list[str] = []
-        self._trained = False  # something of a training step has been seen in this step
+        self._trained = False  # whether part of a training step has been seen in this step
         self._forwards = 0
         self._stepped: set[int] = set()
         self._place: _Place | None = None
         self._fetch: _Place | None = None
-        self._batch: int | None = None  # since where nothing but fetching has happened
+        self._batch: int | None = None  # position since which only fetching has happened
         self._fetches = 0
-        self._unused: dict[str, float] = {}  # counts of what was fetched and not used yet
+        self._unused: dict[str, float] = {}  # counts of batches fetched and not used yet
         self.fetches_seen = False
         self._source = self._trained_source = 0
-        self._inferred = False  # a stretch is still called inference
-        self._may_be_loss = False  # between forward and backward
+        self._inferred = False  # whether a stretch is still labelled inference
+        self._may_be_loss = False  # whether between forward and backward
         self._optimizer_at = _Place(0, {}, False)
         self._forwards_before = 0
         self._evaluations = 0  # of the closure that an optimizer was given
@@ -105,24 +105,25 @@ class StepFinder:
             "samples": 0.0,
             "rows": 0.0,
             "batches": 0.0,
-        }  # what the optimizers so far have used in this step
+        }  # used by the optimizers so far in this step
         self._batch_counted = False  # since the last backward pass
 
     @property
     def phase(self) -> str | None:
-        """The innermost phase that is going on."""
+        """The innermost active phase."""
         return self.phases[-1] if self.phases else None
 
     def add(self, name: str, amount: float) -> None:
-        """Count something in the step that is going on."""
+        """Add to a count of the current step."""
         self.tally[name] = self.tally.get(name, 0.0) + amount
 
     def open(self, phase: str, counts: Mapping[str, float] | None = None, *, starts: bool = False) -> bool:
-        """Something begins; False when it is part of what goes on already, and must not be closed.
+        """Begin a phase; return False if it is part of the current one and must not be closed.
 
         Args:
-            counts: Of the batch a model is called with, for loops whose fetches cannot be seen.
-            starts: The first step may begin with it, whatever it is; a graph then is one that trains.
+            phase: The phase.
+            counts: Counts of the batch that a model is called with, for loops without visible fetches.
+            starts: Whether the first step may begin with it; for a graph, whether it trains.
         """
         stack, timeline = self.phases, self.timeline
         parent = stack[-1] if stack else None
@@ -135,7 +136,7 @@ class StepFinder:
         elif len(timeline.marks) > MOST_MARKS:
             self._start()
         if parent is None and phase in (INFERENCE, COMMUNICATION) and timeline.last_label == VALIDATION:
-            phase = VALIDATION  # its loss, or its figures over all ranks
+            phase = VALIDATION  # its loss, or its metrics over all ranks
         border = parent is None and bool(self._stepped)
         if timeline.gap(border=border):
             timeline.mark(parent or self._gap_label(phase), border=border)
@@ -153,10 +154,10 @@ class StepFinder:
         return True
 
     def close(self, label: str | None = None) -> str:
-        """What was opened last is over; returns what that was.
+        """End the phase opened last and return it.
 
         Args:
-            label: What to call its time, if not by its phase.
+            label: Label of its time, if different from the phase.
         """
         phase = self.phases.pop()
         self.timeline.mark(label or phase)
@@ -167,11 +168,11 @@ class StepFinder:
         return phase
 
     def fetched(self, counts: Mapping[str, float], source: int) -> None:
-        """The fetch that was just closed has given a batch.
+        """Note that the fetch just closed has returned a batch.
 
         Args:
-            counts: Of the batch: its samples and the like, counted in the step that trains on it.
-            source: Number of the pass over a loader it comes from.
+            counts: Counts of the batch, such as samples, for the step that trains on it.
+            source: Number of the pass over a loader that it comes from.
         """
         self._source = source
         for name, amount in counts.items():
@@ -180,36 +181,36 @@ class StepFinder:
         self.fetches_seen = True
         if not self._stepped or self._fetch is None or (self._place is not None and self._place.by_fetch):
             return
-        # A loop may fetch ahead while a step goes on: that step began where the model was called.
+        # A loop may fetch ahead during a step: that step began where the model was called.
         backwards = self.tally.get("backwards", 0.0)
         ahead = self._place is not None and backwards > self._place.tally.get("backwards", 0.0)
         place = self._place if ahead and self._place is not None else self._fetch
         self._place = place._replace(by_fetch=True)
 
     def optimizer_begins(self) -> None:
-        """An optimizer is about to step; to be called within its phase."""
+        """Note that an optimizer is about to step; call within its phase."""
         self._optimizer_at = _Place(self.timeline.position, dict(self.tally), False)
         self._forwards_before = self._forwards
         self._evaluations = 0
 
     def closure_begins(self) -> None:
-        """The optimizer that is stepping evaluates its closure, perhaps again: on the same batch."""
+        """Note that the stepping optimizer evaluates its closure, perhaps repeatedly on the same batch."""
         self._evaluations += 1
 
     def optimizer_stepped(self, identity: int) -> None:
-        """It has stepped, and its phase is closed."""
+        """Note that an optimizer has stepped; call after closing its phase."""
         self._evaluations = 0
         if self._place is not None and self._place.by_fetch:
             self._commit()
         elif identity in self._stepped:
             if self._place is not None:
                 self._commit()
-            elif self._forwards > self._forwards_before:  # the closure it was given has run the model
+            elif self._forwards > self._forwards_before:  # its closure has run the model
                 self._place = self._optimizer_at
                 self._commit()
         if not self.fetches_seen:
             for name, before in self._before.items():
-                if self._stepped and name in self.tally:  # another optimizer of this step uses the batch once more
+                if self._stepped and name in self.tally:  # another optimizer of this step reuses the batch
                     self.tally[name] = max(before, self.tally[name] - before)
                 self._before[name] = self.tally.get(name, 0.0)
         self._stepped.add(identity)
@@ -220,11 +221,11 @@ class StepFinder:
         self.add("optimizer_steps", 1)
 
     def finish(self) -> None:
-        """The script is over: the step that is going on ends with the last thing seen in it."""
+        """Finish at the end of the script: the current step ends with the last thing seen in it."""
         if self.begun and self._inferred:
             self._was_validation()
         if self.begun and self._stepped:
-            if self._place is not None:  # another one had begun, and never stepped an optimizer
+            if self._place is not None:  # another step had begun but never stepped an optimizer
                 self._commit()
             else:
                 self._cut(self.timeline.position, dict(self.tally))
@@ -241,10 +242,10 @@ class StepFinder:
         self._fetches = 0
 
     def _gap_label(self, phase: str) -> str:
-        """What the script did on its own before something we know begins."""
+        """Label the time that the script spent on its own before a known phase begins."""
         if self.timeline.last_label == VALIDATION:
             return VALIDATION
-        # Between the model's call and the backward pass, or another model's call, the loss is computed.
+        # The loss is computed between the model's call and the backward pass or another model's call.
         return FORWARD if self._may_be_loss and phase in (FORWARD, BACKWARD) else OTHER
 
     def _before_fetch(self) -> None:
@@ -282,7 +283,7 @@ class StepFinder:
                 self.add(name, amount)
             self._unused = {}
         elif not self.fetches_seen and phase == FORWARD and not self._batch_counted and self._evaluations <= 1:
-            # Models called one after another, up to a backward pass, share a batch.
+            # Models called in succession before a backward pass share a batch.
             self._batch_counted = True
             self.add("batches", 1)
             for name, amount in counts.items():
@@ -295,18 +296,18 @@ class StepFinder:
             self.add("forwards" if phase == FORWARD else "backwards", 1)
 
     def _was_validation(self) -> None:
-        """Everything since the fetch belonged to a validation, which is part of the step before it."""
+        """Relabel everything since the fetch as validation, which is part of the preceding step."""
         self._unused = {}
         self._place = None
         self._inferred = False
         if not self._trained and not self._stepped:
-            self._start()  # a look at the data or the model before training begins
+            self._start()  # a check of data or model before training begins
             return
         self.timeline.relabel(self.timeline.position if self._batch is None else self._batch, VALIDATION)
         self._batch = None
 
     def _commit(self) -> None:
-        """The remembered place was the end of a step."""
+        """End the step at the remembered place."""
         place, self._place = self._place, None
         assert place is not None
         self._cut(place.position, place.tally)

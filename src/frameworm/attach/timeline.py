@@ -1,8 +1,8 @@
-"""The time of somebody else's training loop as a row of labelled stretches, whose labels may still change.
+"""The time of an observed training loop as a sequence of labelled stretches, whose labels may still change.
 
-What a stretch was for is often clear only later: the wait for a batch belongs to validation if the model is then
-called to be scored. So each border is kept with its label until the step is over. On a GPU a border is also an event in
-the stream, read when it is long done; nothing here ever waits for the device.
+What a stretch was for is often clear only later: waiting for a batch belongs to validation if the model is then called
+for evaluation. So each boundary is kept with its label until the step is over. On a GPU a boundary is also an event in
+the stream, read long after it completed; nothing here ever waits for the device.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-# A border this soon after the last one is left out: the gap says nothing, and a border on a GPU is not free.
+# A boundary this soon after the last one is omitted: the gap is insignificant, and GPU events are not free.
 SMALLEST_GAP_S = 10e-6
-# Time that observing took, which belongs to no step.
+# Time spent on observing, which belongs to no step.
 OWN = "own"
-# Start of a loader's workers, up to the first batch they give; told apart from the steps.
+# Start of a loader's workers, up to their first batch; kept separate from the steps.
 START = "start"
 
 
@@ -32,7 +32,7 @@ class Mark:
 
 
 class Stretches:
-    """A finished step: its marks, the last of which is its end, and whatever goes with it."""
+    """A finished step: its marks, the last of which is its end, and its payload."""
 
     __slots__ = ("begin", "divided", "marks", "payload")
 
@@ -43,13 +43,13 @@ class Stretches:
         self.payload = payload
 
     def known(self) -> bool:
-        """Whether the device has come past the end of the step."""
+        """Whether the device has passed the end of the step."""
         event = self.marks[-1].event
-        # Asking an event while a graph is being captured would end the capture.
+        # Querying an event would abort an ongoing graph capture.
         return event is None or (not torch.cuda.is_current_stream_capturing() and bool(event.query()))
 
     def times(self) -> tuple[float, dict[str, float]]:
-        """Time of the step, and of each label in it; a step that was not divided has only what is rare."""
+        """Return the time of the step and of each label; an undivided step has labels only if it contains rare ones."""
         step_s, phases = self._by_device() or self._by_host()
         step_s -= phases.pop(OWN, 0.0)
         if self.divided:
@@ -66,7 +66,7 @@ class Stretches:
         return last_s - self.begin.host_s, phases
 
     def _by_device(self) -> tuple[float, dict[str, float]] | None:
-        """Times between events; None when some are missing or belong to another device."""
+        """Return times between events; None if some are missing or belong to another device."""
         last, end = self.begin.event, self.marks[-1].event
         if last is None or end is None:
             return None
@@ -89,12 +89,12 @@ class Stretches:
 
 
 class Timeline:
-    """The step that is going on. Positions count all marks ever made, so that cutting a step off keeps them valid.
+    """The current step. Positions count all marks ever made, so they stay valid when a step is cut off.
 
     Attributes:
-        divides: Whether borders inside of the step get an event on a GPU; the ends of steps always do.
-        near_end: The step may be over: what comes now may turn out to be the next step, so it gets events too.
-        stream: The stream that the events of the step are put into, where a GPU is in use.
+        divides: Whether boundaries inside the step get an event on a GPU; the ends of steps always do.
+        near_end: Whether the step may be over; marks may then belong to the next step, so they get events too.
+        stream: The stream in which the step's events are recorded, if a GPU is in use.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Timeline:
 
     @property
     def position(self) -> int:
-        """Where the next mark will stand."""
+        """Position of the next mark."""
         return self._dropped + len(self.marks)
 
     @property
@@ -117,7 +117,7 @@ class Timeline:
         return self.marks[-1].label if self.marks else ""
 
     def start(self) -> None:
-        """Begin anew: what came before belongs to no step."""
+        """Start over: earlier time belongs to no step."""
         self._dropped = self.position
         self.marks = []
         self.near_end = False
@@ -125,20 +125,21 @@ class Timeline:
         self.begin = Mark("", perf_counter(), self._event(True) if self._on_device else None)
 
     def mark(self, label: str, *, border: bool = False) -> None:
-        """Say what the time since the last mark was for.
+        """Label the time since the last mark.
 
         Args:
-            border: A step may end here.
+            label: What the time was for.
+            border: Whether a step may end here.
         """
         self.marks.append(Mark(label, perf_counter(), self._event(border) if self._on_device else None))
 
     def gap(self, *, border: bool = False) -> bool:
-        """Whether the time since the last mark is worth one of its own."""
+        """Whether the time since the last mark is worth a mark of its own."""
         last = self.marks[-1] if self.marks else self.begin
         return perf_counter() - last.host_s >= SMALLEST_GAP_S or (border and self._on_device and last.event is None)
 
     def relabel(self, position: int, label: str) -> None:
-        """Make one stretch of everything since a position, and of stretches before it with the same label."""
+        """Merge everything since a position, and preceding stretches with the same label, into one stretch."""
         first = max(0, position - self._dropped)
         if first < len(self.marks):
             while first > 0 and self.marks[first - 1].label == label:
@@ -147,13 +148,13 @@ class Timeline:
             self.marks[first:] = [Mark(label, end.host_s, end.event)]
 
     def rename(self, old: str, new: str) -> None:
-        """Give all stretches with a label another one."""
+        """Change a label of all stretches that have it."""
         for mark in self.marks:
             if mark.label == old:
                 mark.label = new
 
     def split(self, position: int, payload: Any) -> Stretches | None:
-        """Cut off what came before a position as a finished step; None when that is nothing."""
+        """Cut off everything before a position as a finished step; None if there is nothing."""
         first = position - self._dropped
         if first <= 0:
             return None
@@ -165,14 +166,14 @@ class Timeline:
         return finished
 
     def _find_device(self) -> None:
-        # Asking is free; making a context is the script's business.
+        # Checking is free; creating a CUDA context is left to the script.
         self._on_device = torch.cuda.is_initialized()
         self.stream = torch.cuda.current_stream() if self._on_device else None
 
     def _event(self, border: bool) -> torch.cuda.Event | None:
         if not (border or self.divides or self.near_end):
             return None
-        # An event put into a graph that is being captured would become part of it.
+        # During a capture, the event would become part of the graph.
         if torch.cuda.is_current_stream_capturing():
             return None
         event = torch.cuda.Event(enable_timing=True)

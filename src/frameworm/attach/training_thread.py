@@ -1,7 +1,7 @@
-"""Which thread of a script trains.
+"""Find the thread of a script that trains.
 
-What loads or infers beside a loop that trains must not take its place: a thread is watched instead of another one if it
-gives a surer sign of training, or steps optimizers while the other one rests.
+A thread that loads or infers beside the training loop must not take its place: another thread is watched only if it
+gives a stronger sign of training, or steps optimizers while the watched one is idle.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import threading
 
 from frameworm.observe.clocks.phases import BACKWARD
 
-# How sure a sign is; any phase but these is one of 1.
+# Strength of a sign of training; phases other than these count 1.
 _BACKWARD, _STEPS = 2, 3
-# Optimizer steps in another thread, while nothing happens in the watched one, after which training has moved there.
+# Optimizer steps in another thread, with no activity in the watched one, after which training has moved there.
 MOVES_AFTER = 3
 
 
 class TrainingThread:
-    """The thread that is watched: at first the one that makes this.
+    """The thread that is watched: initially the one that creates this object.
 
     Attributes:
-        ident: Its number.
-        sure: The surest sign of training that it has given; 0 while there is none.
-        others_train: Another thread has stepped an optimizer too.
+        ident: Its identifier.
+        sure: The strongest sign of training that it has given; 0 for none.
+        others_train: Whether another thread has stepped an optimizer too.
         moves: How often training has moved to another thread.
     """
 
@@ -35,17 +35,17 @@ class TrainingThread:
         self._steps_beside = 0
 
     def gave_sign(self, phase: str, steps: bool) -> None:
-        """The watched thread has begun a phase, which may be the step of an optimizer."""
+        """Note that the watched thread has begun a phase; `steps` marks an optimizer step."""
         if self.sure < _STEPS:
             self.sure = max(self.sure, _sign(phase, steps))
 
     def gives_way(self, phase: str, steps: bool, position: int | None) -> bool:
-        """Another thread, which is the current one, begins a phase: whether that one is watched from now on.
+        """Whether to watch the current thread, which is not the watched one, from now on as it begins a phase.
 
         Args:
-            phase: What it begins.
-            steps: That is the step of an optimizer.
-            position: What the watched thread has come to; None while it is in a phase.
+            phase: The phase that it begins.
+            steps: Whether that is an optimizer step.
+            position: Progress of the watched thread; None while it is in a phase.
         """
         if _sign(phase, steps) <= self.sure:
             if not steps:

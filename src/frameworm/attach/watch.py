@@ -1,6 +1,6 @@
-"""What the hooks report to, and what becomes of it: step records on their way to a file.
+"""Receives the hooks' reports and turns them into step records.
 
-Nothing in here may reach the script: an error ends the observation with a note, and the script goes on.
+No error in here may reach the script: it ends the observation with a note, and the script continues.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from frameworm.attach.framework import Loops, strategy_of
 from frameworm.attach.graphs import Graphs
 from frameworm.attach.padding import rows_of, tokens_of
 from frameworm.attach.parameters import Parameters, short_name
-from frameworm.attach.samples import Looks
+from frameworm.attach.samples import StackSamples
 from frameworm.attach.steps import COMMUNICATION, INFERENCE, INSIDE, StepFinder
 from frameworm.attach.timeline import OWN, START, Stretches
 from frameworm.attach.training_thread import TrainingThread
@@ -29,13 +29,14 @@ from frameworm.observe.clocks.nvtx import LiveRanges
 from frameworm.observe.clocks.phases import BACKWARD, CHECKPOINT, DATA_WAIT, FORWARD, OTHER, VALIDATION
 from frameworm.records.schema import StepRecord
 from frameworm.records.statistics import DEFAULT_WARMUP
+from frameworm.torch_private.execution import in_backward
 
-# Below this a GPU step feels the events at every border: only one step in a few is divided.
+# Below this, events at every boundary slow a GPU step down: only one step in a few is divided.
 SHORT_STEP_S = 0.01
-DIVIDE_EVERY = 7  # what recurs every 8, 10 or 32 steps then shows by its true share
-# What is known about a step only when the next one runs the model.
+DIVIDE_EVERY = 7  # coprime with 8, 10 and 32, so that work recurring at these intervals is sampled fairly
+# Some facts about a step are known only when the next one runs the model.
 STEPS_HELD_BACK = 1
-# Short steps are made into records several at a time, while the code for that is in the processor's caches.
+# Short steps are made into records several at a time, which keeps the code in the processor's caches.
 PASS_ON_EVERY_S = 0.02
 CURIOUS_STEPS = 3
 METRICS = ("sync_s", "syncs", "logging_s", "pageable_s")
@@ -43,11 +44,11 @@ COUNTS = (
     *("fetches", "batches", "backwards", "optimizer_steps", "checkpoints"),
     *("rows", "padding_tokens", "padding_beyond_longest"),
 )
-# Batches are read for padding in the first steps, and then in one of so many: two of them by number, since the first
-# batch of a step is fetched before the step before it is over.
+# Batches are checked for padding in the first steps, and then at this interval, for two consecutive step numbers, since
+# a step's first batch is fetched before the previous step is over.
 READ_FIRST, READ_EVERY = 32, 64
 _DEEPEST = 4
-# Whether a model called in a phase is one of its own there.
+# Per phase, whether a model called in it starts a phase of its own.
 _RUNS_MODELS: dict[str | None, bool] = {None: True, **{phase: FORWARD in inside for phase, inside in INSIDE.items()}}
 
 
@@ -55,19 +56,19 @@ class Watch:
     """Observes the thread of a process that trains, whichever it is.
 
     Args:
-        write: Takes each step record.
-        most_steps: Stop observing after so many steps.
-        nvtx: Name the phases for Nsight.
+        write: Receives each step record.
+        most_steps: Stop observing after this many steps.
+        nvtx: Whether to emit NVTX ranges for the phases.
         after_step: Called with the number of steps so far.
 
     Attributes:
-        busy: A model called now is part of what goes on already; also when nobody watches any more.
-        curious: Precision is not known yet.
-        facts: What was learned beside the steps.
+        busy: Whether a model called now belongs to the current phase; also True once observation has ended.
+        curious: Whether precision is still unknown.
+        facts: What was learned besides the steps.
         notes: What went wrong, or was limited.
-        looks: Who looks at what the script does in no phase.
-        loops: Who knows the loops of libraries.
-        graphs: The CUDA graphs of the script.
+        stack_samples: Samples what the script does in no phase.
+        loops: Recognises the loops of libraries.
+        graphs: The script's CUDA graphs.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Watch:
         self.notes: list[str] = []
         self.steps = 0
         self.left_out: set[int] = set()
-        self.looks: Looks | None = None
+        self.stack_samples: StackSamples | None = None
         self.loops: Loops | None = None
         self._updates = 0
         self._reads_tokens = True
@@ -108,40 +109,40 @@ class Watch:
         self._started: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders with workers
         self._restarts = False
         self._start_s = 0.0
-        self._starting: weakref.WeakSet[Any] = weakref.WeakSet()  # passes whose workers have given nothing yet
+        self._starting: weakref.WeakSet[Any] = weakref.WeakSet()  # passes whose workers have not returned a batch yet
         self._parameters = Parameters()
         self._backward_of: dict[str, float] = {}
         self._exposed: dict[str, float] = {}
         self._exposed_samples = 0
-        # A child that a loader or the script forks has the hooks but nobody to report to.
+        # A forked child inherits the hooks but has nothing to report to.
         os.register_at_fork(after_in_child=self.stop)
 
     def is_between(self) -> bool:
-        """Whether a step is going on, in no phase; may be asked by any thread."""
+        """Whether a step is in progress and in no phase; callable from any thread."""
         return self._finder.begun and not self._finder.phases
 
     @property
     def is_loading(self) -> bool:
-        """Whether a loader is at work, such as one that starts its workers."""
+        """Whether a loader is working, for instance starting its workers."""
         return self._finder.phase == DATA_WAIT
 
     def stop(self) -> None:
-        """See nothing from now on."""
+        """Stop observing."""
         self.active = False
         self.busy = True
         self.curious = False
 
     def fail(self, error: Exception) -> None:
-        """An error of ours ends the observation."""
+        """End the observation after an internal error."""
         self.stop()
         self.notes.append(f"observation ended after {self.steps} steps: {type(error).__name__}: {error}")
 
     def enter(self, phase: str, counts: Mapping[str, float] | None = None, *, starts: bool = False) -> bool:
-        """A phase begins; False when it is not one of its own, and `leave` must not be called."""
+        """Begin a phase; return False if it is part of the current one, in which case `leave` must not be called."""
         if not self.active:
             return False
         try:
-            if self.graphs.capturing is not None:  # nothing runs now
+            if self.graphs.capturing is not None:  # calls are recorded, not run
                 self.graphs.capturing.trains |= starts or phase == BACKWARD
                 return False
             if not (self._is_watched() or self._takes_over(phase, starts)):
@@ -158,7 +159,7 @@ class Watch:
         return True
 
     def leave(self, label: str | None = None) -> None:
-        """The phase that was entered last is over; its time may have a label of its own."""
+        """End the phase entered last; its time may get a separate label."""
         if not self.active or not self._is_watched() or not self._finder.phases:
             return
         try:
@@ -174,13 +175,12 @@ class Watch:
             self.fail(error)
 
     def _is_watched(self) -> bool:
-        """Whether this is the watched thread, or one in which autograd runs a backward pass for it."""
-        if threading.get_ident() == self._thread.ident:
-            return True
-        return BACKWARD in self._finder.phases and torch._C._current_graph_task_id() != -1
+        """Whether this is the watched thread, or an autograd thread running its backward pass."""
+        watched = threading.get_ident() == self._thread.ident
+        return watched or (BACKWARD in self._finder.phases and in_backward())
 
     def _takes_over(self, phase: str, starts: bool) -> bool:
-        """Whether this thread, which was not watched, is watched from now on."""
+        """Whether this unwatched thread is to be watched from now on; if so, switch to it."""
         finder, moves = self._finder, self._thread.moves
         if not self._thread.gives_way(phase, starts, None if finder.phases else finder.timeline.position):
             return False
@@ -189,12 +189,12 @@ class Watch:
             self.notes.append(f"after {self.steps} steps training moved to another thread, which was then observed")
         self._finder = StepFinder(self._step_ended)
         self.busy = False
-        if self.looks is not None:
-            self.looks.watched = self._thread.ident
+        if self.stack_samples is not None:
+            self.stack_samples.watched = self._thread.ident
         return self.active
 
     def enter_module(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """A module is called that no other module called."""
+        """Begin the phase of a call of an outermost module; return False if there is none."""
         if not self.active or (self._thread.sure and not self._is_watched()):
             return False
         try:
@@ -214,14 +214,14 @@ class Watch:
         return self.enter(phase, counts)
 
     def passes_over(self, loader: Any, iterator: Any) -> None:
-        """Note that a pass over a loader begins, which ends the phase; persistent workers are not started again."""
+        """Note that a pass over a loader begins, which ends the phase; persistent workers are not restarted."""
         if not self.active:
             return
         try:
             workers = int(loader.num_workers)
             starts = workers > 0 and iterator is not None and iterator not in self._passes
             self.leave(START if starts else None)
-            if iterator is None:  # it has failed
+            if iterator is None:  # iteration failed to start
                 return
             self._last_pass += 1
             self._passes[iterator] = self._last_pass
@@ -234,7 +234,7 @@ class Watch:
             self.fail(error)
 
     def leave_fetch(self, iterator: Any) -> None:
-        """The fetch that was entered is over; the first one from new workers belongs to their start."""
+        """End a fetch; the first one from new workers counts as their start-up."""
         if iterator in self._starting:
             self._starting.discard(iterator)
             self.leave(START)
@@ -242,7 +242,7 @@ class Watch:
             self.leave()
 
     def fetched(self, iterator: Any, batch: Any) -> None:
-        """A loader has given a batch."""
+        """Note that a loader has returned a batch."""
         if not self.active or not self._is_watched():
             return
         try:
@@ -254,7 +254,7 @@ class Watch:
             self.fail(error)
 
     def _read_tokens(self, batch: Any) -> dict[str, float]:
-        """What is padding in a batch, if that can be told; the time it takes belongs to no step."""
+        """Count padding in a batch, if it can be identified; the time this takes belongs to no step."""
         try:
             found = tokens_of(batch)
         except Exception as error:
@@ -266,7 +266,7 @@ class Watch:
         return {} if found is None else found.counts()
 
     def optimizer_begins(self) -> None:
-        """An optimizer begins its step; called within the phase."""
+        """Note that an optimizer begins its step; called within the phase."""
         if not self.active:
             return
         try:
@@ -275,12 +275,12 @@ class Watch:
             self.fail(error)
 
     def closure_begins(self) -> None:
-        """An optimizer evaluates the closure that it was given; called within its phase."""
+        """Note that an optimizer evaluates its closure; called within its phase."""
         if self.active and threading.get_ident() == self._thread.ident:
             self._finder.closure_begins()
 
     def optimizer_stepped(self, optimizer: Any) -> None:
-        """An optimizer has stepped; called after the phase."""
+        """Note that an optimizer has stepped; called after the phase."""
         if not self.active:
             return
         try:
@@ -298,7 +298,7 @@ class Watch:
             self.fail(error)
 
     def update_captured(self, optimizer: Any) -> None:
-        """An optimizer has stepped whose phase was not entered: a graph that is being captured will step it."""
+        """Note an optimizer step whose phase was not entered: a graph being captured will execute it."""
         captured = self.graphs.capturing
         if not self.active or captured is None:
             return
@@ -310,7 +310,7 @@ class Watch:
             self.fail(error)
 
     def replayed(self, graph: Any) -> None:
-        """A graph was replayed, and its phase is over; that is a step if the graph steps an optimizer."""
+        """Note that a graph was replayed, after its phase; this counts as a step if the graph steps an optimizer."""
         captured = self.graphs.find(graph)
         if not self.active or not captured.updates:
             return
@@ -321,31 +321,31 @@ class Watch:
             self._finder.optimizer_stepped(id(captured))
 
     def waited(self) -> None:
-        """The step has waited for communication that began earlier, of which nobody knows how long it took."""
+        """Note that the step has waited for communication that began earlier and took an unknown time."""
         if self.active and self._finder.begun:
             self._finder.add("overlapping", 1)
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        """The stream in which the step is timed; None where there is no GPU in use."""
+        """The stream in which the step is timed; None if no GPU is in use."""
         return self._finder.timeline.stream
 
     def spent(self, metric: str, seconds: float, count: str | None = None) -> None:
-        """Time of the host within the phases."""
+        """Add host time spent within the phases."""
         if self.active and self._finder.begun and threading.get_ident() == self._thread.ident:
             self._finder.add(metric, seconds)
             if count is not None:
                 self._finder.add(count, 1)
 
     def communicated(self, total_s: float, exposed_s: float) -> None:
-        """What DDP measured in the last backward pass that reduced gradients."""
+        """Note what DDP measured in the last backward pass that reduced gradients."""
         if self.active:
             self._exposed = {"communication_s": total_s, "exposed_s": exposed_s}
             self._exposed_samples += 1
             self._backward_of.update(self._exposed)
 
     def look(self) -> None:
-        """Find out in which precision the model computes."""
+        """Find out the precision in which the model computes."""
         try:
             if self._finder.phase == FORWARD:
                 for kind in ("cuda", "cpu"):
@@ -356,11 +356,11 @@ class Watch:
             self.fail(error)
 
     def skip_time(self) -> None:
-        """What has happened since the last mark was ours, not the script's."""
+        """Attribute the time since the last mark to the observation, not to the script."""
         self._finder.timeline.mark(OWN)
 
     def finish(self) -> None:
-        """Write what is still waiting; events of the last steps are waited for."""
+        """Write the remaining records, waiting for the events of the last steps."""
         if self.active:
             try:
                 self._finder.finish()
@@ -383,7 +383,7 @@ class Watch:
         if self._exposed_samples and self._exposed_samples < self.steps - STEPS_HELD_BACK:
             self.notes.append(
                 f"exposed communication was measured by DDP in {self._exposed_samples} of {self.steps} steps "
-                "and taken to be alike in the others"
+                "and assumed alike in the others"
             )
 
     def _close_ranges(self) -> None:
@@ -391,7 +391,7 @@ class Watch:
             self._ranges.close()
 
     def _recognise(self, loops: Loops, optimizer: Any) -> None:
-        """Find out whose loop this is; asked after 1, 2, 4, 8 ... updates, so that the one that trains most counts."""
+        """Find out whose loop this is; called after 1, 2, 4, 8, ... updates, so the one that trains most counts."""
         try:
             self.facts["framework"] = dataclasses.asdict(loops.framework(sys._getframe(), optimizer))
             trained = self._last_trained()
@@ -427,10 +427,10 @@ class Watch:
             record = self._record(number, step)
             if number not in self.left_out:
                 self._write(record)
-            if self.looks is not None:
+            if self.stack_samples is not None:
                 other_s = record.phases.get(OTHER, 0.0) if record.phases else None
                 counts = number > DEFAULT_WARMUP and number not in self.left_out
-                self.looks.credit(step, record.step_s, other_s, counts=counts)
+                self.stack_samples.credit(step, record.step_s, other_s, counts=counts)
 
     def _record(self, number: int, step: Stretches) -> StepRecord:
         tally, extra = step.payload
@@ -456,13 +456,13 @@ class Watch:
         known = (seen_s is not None or total_s is not None) and "overlapping" not in tally
         samples = int(tally.get("samples", 0))
         if "fetches" not in tally and tally.get("backwards", 0) > tally.get("optimizer_steps", 0) > 1:
-            # Several losses of one batch, or several batches: nobody can tell.
+            # Several losses of one batch, or several batches: unknown.
             samples, tally = 0, {**tally, "batches": 1}
         metrics = {name: tally[name] for name in METRICS if name in tally}
         for name in COUNTS:
             if name in tally:
                 metrics[name] = tally[name]
-        # Of a step all of whose batches were read.
+        # Only for a step whose batches were all read.
         positions = tally.get("positions") if tally.get("read_batches") == tally.get("used_batches") else None
         return StepRecord(
             step=number,
@@ -482,16 +482,16 @@ class Watch:
 
 
 def sizes_of(batch: Any) -> dict[str, float]:
-    """Samples and rows of a batch, as far as its shapes tell."""
+    """Return samples and rows of a batch, as far as its shapes show them."""
     sizes = {"samples": leading_size(batch), "rows": rows_of(batch)}
     return {name: float(size) for name, size in sizes.items() if size is not None}
 
 
 def leading_size(batch: Any, depth: int = 0) -> int | None:
-    """Size of the first dimension of the first tensor in a batch."""
+    """Return the size of the first dimension of the first tensor in a batch."""
     if isinstance(batch, torch.Tensor):
         size = batch.shape[0] if batch.dim() else None
-        return size if type(size) is int else None  # what traces or exports a model must not learn a size from us
+        return size if type(size) is int else None  # a symbolic size; reading it would specialise a trace or export
     if depth < _DEEPEST and isinstance(batch, (tuple, list, Mapping)):
         for item in batch.values() if isinstance(batch, Mapping) else batch[:8]:
             found = leading_size(item, depth + 1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 import typer
 
-from frameworm.cli.output import say, telling
+from frameworm.cli.output import run_folder, say, telling
 from frameworm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,38 +34,58 @@ def doctor(
         [], "--set", metavar="KEY=VALUE", help="Change a setting: --set gpu.device=cuda"
     ),
     nproc_per_node: Optional[int] = typer.Option(  # noqa: UP045
-        None, min=1, help="Processes that will run on this machine; otherwise as the variables say, or one."
+        None, min=1, help="Processes that will run on this machine; default: from the launcher's variables, or one."
     ),
     nnodes: Optional[int] = typer.Option(None, min=1, help="Machines that will take part."),  # noqa: UP045
-    root: Path = typer.Option(Path("runs"), help="Folder that runs are written to: its speed is measured."),
+    root: Path = typer.Option(Path("runs"), help="Folder for runs; its speed is measured."),
+    bundle: Optional[Path] = typer.Option(  # noqa: UP045
+        None, metavar="FILE.zip", help="Also write all of it, secrets masked, to a file for a bug report."
+    ),
+    run: Optional[str] = typer.Option(  # noqa: UP045
+        None, metavar="RUN", help="With --bundle: add config, summary and last log lines of this run."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print everything as JSON."),
 ) -> None:
-    """Say what this machine has, what is wrong with it, and what to set.
+    """Show what this machine has, what is wrong with it, and what to set.
 
-    With a config its optimisation checklist is checked item by item.
+    With a config, also check its optimisations item by item.
 
-    A file of up to 128 MiB is written to the run folder and removed.
+    Writes a file of up to 128 MiB to the run folder and removes it.
 
     Exit code 0: no problem, 1: a problem was found, 2: usage.
 
     Example: frameworm doctor --config configs/quickstart.yaml
 
     For four processes: frameworm doctor --config configs/ag_news_ddp_4gpu_20ep.yaml --nproc-per-node 4
+
+    For a bug report: frameworm doctor --bundle bundle.zip --run runs/quickstart-20260101-120000
     """
     if settings and config is None:
         raise ConfigError("--set changes settings of a config; give --config F with it")
-    loaded = None
+    if run is not None and bundle is None:
+        raise ConfigError("--run adds a run to a bundle; give --bundle FILE.zip with it")
+    if bundle is not None:
+        from frameworm.report.checks.bundle import refuse_existing
+
+        refuse_existing(bundle)
+    loaded, trouble = None, None
     if config is not None:
         from frameworm.config.load import load_config
 
-        loaded = load_config(config, settings)
+        try:
+            loaded = load_config(config, settings)
+        except ConfigError as error:
+            if bundle is None or not config.is_file():
+                raise
+            trouble = str(error)  # this may be what the report is about
+            say(f"frameworm: {error}", file=sys.stderr)
     from frameworm.diagnose.checklist.checklist import Subject, check_config
     from frameworm.diagnose.machine.judge import judge_machine
     from frameworm.hardware.inspect import inspect_machine
-    from frameworm.launch.around import look_around
+    from frameworm.launch.around import find_launcher
     from frameworm.records.machine import Intent
 
-    around = look_around()
+    around = find_launcher()
     with telling("looking at the machine"):
         facts = inspect_machine(
             root,
@@ -83,9 +105,57 @@ def doctor(
     checks = judge_machine(facts, around.variables, intent, around.contradictions)
     if fitness is not None:
         checks = [*fitness.checks, *checks]
-    _show(facts, checks, items, fitness, intent, config, as_json)
+    data = _as_data(facts, checks, items, fitness, intent, config)
+    if bundle is not None:
+        data["bundle"] = str(bundle)
+        _bundle(bundle, data, around.variables, config, run, trouble)
+    if as_json:
+        say(json.dumps(data))
+    else:
+        _show(facts, checks, items, fitness, intent, config)
+    if trouble is not None:
+        raise typer.Exit(ConfigError.exit_code)
     if any(check.verdict == "problem" for check in checks):
         raise typer.Exit(1)
+
+
+def _as_data(
+    facts: MachineFacts,
+    checks: list[Check],
+    items: list[ChecklistItem] | None,
+    fitness: Fitness | None,
+    intent: Intent,
+    config: Path | None,
+) -> dict[str, Any]:
+    verdicts = {check.verdict for check in checks}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "verdict": next(word for word in ("problem", "advice", "unknown", "ok") if word in verdicts),
+        "processes": intent.processes,
+        "nodes": intent.nodes,
+        "machine": facts.to_dict(),
+        "checks": [check.to_dict() for check in checks],
+        "config": None if config is None else str(config),
+        "checklist": None if items is None else [item.to_dict() for item in items],
+        "notes": [] if fitness is None else list(fitness.notes),
+    }
+
+
+def _bundle(
+    path: Path,
+    data: dict[str, Any],
+    variables: Mapping[str, str],
+    config: Path | None,
+    run: str | None,
+    trouble: str | None,
+) -> None:
+    from frameworm.report.checks.bundle import collect_bundle, list_bundle, write_bundle
+
+    files = collect_bundle(data, variables, config, None if run is None else run_folder(run), trouble)
+    # Not on stdout, which may be read by a program.
+    say(list_bundle(path, files), file=sys.stderr, flush=True)
+    write_bundle(path, files)
+    say(f"written: {path}", file=sys.stderr)
 
 
 def _show(
@@ -95,23 +165,7 @@ def _show(
     fitness: Fitness | None,
     intent: Intent,
     config: Path | None,
-    as_json: bool,
 ) -> None:
-    if as_json:
-        verdicts = {check.verdict for check in checks}
-        data: dict[str, Any] = {
-            "schema_version": SCHEMA_VERSION,
-            "verdict": next(word for word in ("problem", "advice", "unknown", "ok") if word in verdicts),
-            "processes": intent.processes,
-            "nodes": intent.nodes,
-            "machine": facts.to_dict(),
-            "checks": [check.to_dict() for check in checks],
-            "config": None if config is None else str(config),
-            "checklist": None if items is None else [item.to_dict() for item in items],
-            "notes": [] if fitness is None else list(fitness.notes),
-        }
-        say(json.dumps(data))
-        return
     from frameworm.report.checks.doctor import render_doctor
 
     ranks = "1 process" if intent.world_size == 1 else f"{intent.world_size} processes"

@@ -31,19 +31,19 @@ def export(
         "safetensors.",
     ),
     max_shard_size: str = typer.Option(
-        "5GB", help="Most bytes of one safetensors file; more are several and an index."
+        "5GB", help="Maximum size of one safetensors file; larger models become several files and an index."
     ),
-    checkpoint: str = typer.Option("latest", help="Which one: latest, best, or the number of a step."),
+    checkpoint: str = typer.Option("latest", help="Which checkpoint: latest, best, or a step number."),
     metric: str = typer.Option(
-        "val_loss", help="What best means: val_loss, val_accuracy, train_loss, or a metric of the run such as val_f1."
+        "val_loss", help="Metric of the best checkpoint: val_loss, val_accuracy, train_loss, or one of the run's own."
     ),
     dtype: Optional[str] = typer.Option(  # noqa: UP045
-        None, help="Store floating-point weights as fp32, bf16 or fp16; unless given, as they were trained."
+        None, help="Store floating-point weights as fp32, bf16 or fp16; default: as trained."
     ),
     weights: str = typer.Option(
-        "auto", help="trained, ema (averaged by training.ema), or auto: ema if the run has averaged its weights."
+        "auto", help="trained, ema (the averages of training.ema), or auto: ema if the run has averages."
     ),
-    compiled: bool = typer.Option(False, "--compiled", help="Compile the model ahead of time, for this device."),
+    compiled: bool = typer.Option(False, "--compiled", help="Compile the model ahead of time for this device."),
     settings: list[str] = typer.Option(
         [],
         "--set",
@@ -53,7 +53,7 @@ def export(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print what was written as JSON."),
 ) -> None:
-    """Write what a run has learnt, for inference.
+    """Write the weights of a run for inference.
 
     Example: frameworm export runs/quickstart-20260101-120000 --out model.safetensors
 

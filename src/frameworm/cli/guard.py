@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Optional
+from typing import TYPE_CHECKING, NoReturn, Optional
 
 import typer
 
@@ -14,8 +14,8 @@ from frameworm.errors import BaselineError
 
 if TYPE_CHECKING:
     from frameworm.guard.baseline import Baseline
-    from frameworm.guard.figures import RunFigures
-    from frameworm.guard.regression import Judgement
+    from frameworm.guard.regression import GuardVerdict
+    from frameworm.guard.run_metrics import RunMetrics
     from frameworm.records.observations import Target
 
 
@@ -27,17 +27,17 @@ def register(app: typer.Typer) -> None:
 
 def compare(
     before: Path = typer.Argument(
-        ..., metavar="RUN_A", parser=runs_folder, help="Folder or URL of the run before, or of a sweep."
+        ..., metavar="RUN_A", parser=runs_folder, help="Folder or URL of the first run or sweep."
     ),
     after: Path = typer.Argument(
-        ..., metavar="RUN_B", parser=runs_folder, help="Folder or URL of the run after, or of a sweep."
+        ..., metavar="RUN_B", parser=runs_folder, help="Folder or URL of the second run or sweep."
     ),
-    exact: bool = typer.Option(False, "--exact", help="Read all steps of long runs, not samples of them."),
+    exact: bool = typer.Option(False, "--exact", help="Read every step of long runs instead of a sample."),
     as_json: bool = typer.Option(False, "--json", help="Print the comparison as JSON."),
 ) -> None:
-    """Say what changed between two runs: settings, environment, phases, speed, memory, quality, and where they part.
+    """Show what changed between two runs: settings, environment, phases, speed, memory, quality, first divergence.
 
-    Of two folders that `frameworm scale` made, or that hold runs on several world sizes: epoch time, throughput,
+    For two sweeps of `frameworm scale`, or other folders of runs on several world sizes: epoch time, throughput,
     speedup and efficiency before and after.
 
     Example: frameworm compare runs/quickstart-20260101-120000 runs/quickstart-20260101-130000
@@ -54,8 +54,9 @@ def compare(
     from frameworm.report.checks.guard import comparison_sentences, render_comparison
 
     comparison = compare_folders(before, after, exact=exact)
+    comparison.sentences = comparison_sentences(comparison)
     if as_json:
-        _print_json(comparison, sentences=comparison_sentences(comparison))
+        say(json.dumps(comparison.to_dict()))
     else:
         say(render_comparison(comparison), end="")
 
@@ -69,7 +70,7 @@ def _holds_runs(path: Path) -> bool:
 
 def _compare_sweeps(before: Path, after: Path, as_json: bool) -> None:
     from frameworm.guard.comparison import differences
-    from frameworm.guard.figures import read_settings
+    from frameworm.guard.run_metrics import read_settings
     from frameworm.records.schema import json_ready
     from frameworm.records.store import RunFolder
     from frameworm.report.scaling.before_after import render_sweeps
@@ -109,25 +110,25 @@ def guard(
         metavar="RUN|FILE",
         help="Baseline file, or the folder or URL of a run; not needed with --targets.",
     ),
-    max_regression: str = typer.Option("5%", help="Most that a step may take longer; off: not guarded."),
-    max_memory: str = typer.Option("10%", help="Most that peak memory may grow."),
-    max_accuracy_drop: str = typer.Option("1%", help="Most points that validation accuracy may drop."),
-    max_loss_increase: str = typer.Option("10%", help="Most that the losses may grow."),
-    max_mfu_drop: str = typer.Option("off", help="Most that MFU may drop, as a share of what it was."),
-    targets: bool = typer.Option(False, "--targets", help="Fail on targets the runs missed (observe.targets)."),
+    max_regression: str = typer.Option("5%", help="How much longer a step may take; off: not checked."),
+    max_memory: str = typer.Option("10%", help="How much peak memory may grow."),
+    max_accuracy_drop: str = typer.Option("1%", help="How many points validation accuracy may drop."),
+    max_loss_increase: str = typer.Option("10%", help="How much the losses may grow."),
+    max_mfu_drop: str = typer.Option("off", help="How much MFU may drop, relative to the baseline."),
+    targets: bool = typer.Option(False, "--targets", help="Fail if the runs missed their targets (observe.targets)."),
     limits_of_targets: list[str] = typer.Option(
-        [], "--target", metavar="NAME=LIMIT", help="Fail on this target too, or on another limit: samples_per_s=2000."
+        [], "--target", metavar="NAME=LIMIT", help="Add a target or change its limit: samples_per_s=2000."
     ),
     update_baseline: bool = typer.Option(
-        False, "--update-baseline", help="Add the runs to the baseline file if they are ok, or make it."
+        False, "--update-baseline", help="Create the baseline file, or add the runs to it if they pass."
     ),
-    accept: bool = typer.Option(False, "--accept", help="With --update-baseline: these runs are the new normal."),
+    accept: bool = typer.Option(False, "--accept", help="With --update-baseline: replace the baseline by these runs."),
     allow_different_hardware: bool = typer.Option(
-        False, "--allow-different-hardware", help="Compare with a baseline of another machine."
+        False, "--allow-different-hardware", help="Compare with a baseline from another machine."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the judgement as JSON."),
 ) -> None:
-    """Judge runs by a baseline, by targets, or by both.
+    """Check runs against a baseline, targets, or both.
 
     Exit code 0: ok, 1: regression or a missed target, 2: usage, 3: inconclusive.
 
@@ -136,9 +137,9 @@ def guard(
     By targets: frameworm guard runs/new --targets --target samples_per_s=2000
     """
     from frameworm.guard.baseline import read_baseline
-    from frameworm.guard.figures import read_runs
     from frameworm.guard.limits import Limits, parse_limit
-    from frameworm.guard.regression import Judgement, judge, judge_targets
+    from frameworm.guard.regression import GuardVerdict, judge, judge_targets
+    from frameworm.guard.run_metrics import read_runs
 
     limits = Limits(
         parse_limit(max_regression, "--max-regression"),
@@ -153,7 +154,7 @@ def guard(
     if baseline is None:
         if update_baseline or graded is None:
             raise BaselineError("give --baseline FILE to compare with, or --targets to judge a run by its targets")
-        judgement = Judgement(reasons=graded.reasons)
+        judgement = GuardVerdict(reasons=graded.reasons)
         judge_targets(judgement, graded.targets, sorted(graded.required))
         _show(judgement, None, ", ".join(graded.targets), as_json)
     if update_baseline and baseline.is_dir():
@@ -172,7 +173,7 @@ def guard(
     _show(judgement, f"{stored.path} ({_count(stored.runs)})", ", ".join(run.name for run in judged), as_json)
 
 
-def _add_if_ok(stored: Baseline, judged: list[RunFigures], judgement: Judgement) -> None:
+def _add_if_ok(stored: Baseline, judged: list[RunMetrics], judgement: GuardVerdict) -> None:
     from frameworm.guard.baseline import with_runs, write_baseline
 
     if judgement.verdict == "ok":
@@ -183,11 +184,13 @@ def _add_if_ok(stored: Baseline, judged: list[RunFigures], judgement: Judgement)
         judgement.notes.append("the baseline is as before; --update-baseline --accept makes this the new normal")
 
 
-def _show(judgement: Judgement, before: str | None, after: str, as_json: bool) -> NoReturn:
+def _show(judgement: GuardVerdict, before: str | None, after: str, as_json: bool) -> NoReturn:
+    from frameworm.guard.comparison import comparison_dict
     from frameworm.report.checks.guard import judgement_sentences, render_judgement
 
     if as_json:
-        _print_json(judgement, exit_code=judgement.exit_code, sentences=judgement_sentences(judgement))
+        told = {"exit_code": judgement.exit_code, "sentences": judgement_sentences(judgement)}
+        say(json.dumps(comparison_dict(judgement, **told)))
     else:
         say(render_judgement(judgement, before, after), end="")
     raise typer.Exit(judgement.exit_code)
@@ -227,7 +230,7 @@ class _Graded:
     reasons: list[str] = dataclasses.field(default_factory=list)
 
 
-def _write_anew(path: Path, runs: list[RunFigures]) -> None:
+def _write_anew(path: Path, runs: list[RunMetrics]) -> None:
     """Make these runs the baseline, whatever was there; they must fit each other."""
     from frameworm.guard.baseline import Baseline, write_baseline
     from frameworm.guard.regression import check_fit
@@ -243,19 +246,5 @@ def _refuse_itself(stored: Baseline, runs: list[Path]) -> None:
             raise BaselineError(f"{run} is compared with itself; give another run as --baseline")
 
 
-def _count(runs: list[RunFigures]) -> str:
+def _count(runs: list[RunMetrics]) -> str:
     return f"{len(runs)} run" + ("" if len(runs) == 1 else "s")
-
-
-def _print_json(value: Any, **more: Any) -> None:
-    from frameworm.records.schema import json_ready
-
-    data = dataclasses.asdict(value)
-    for item in data["phases"]:
-        item["difference_s"] = item["after_s"] - item["before_s"]
-        item["outside_noise"] = abs(item["difference_s"]) > item["margin_s"]
-    for name in ("before", "after"):
-        if isinstance(data.get(name), dict):
-            for long in ("mean_s", "median_s", "settings", "environment"):
-                data[name].pop(long)
-    say(json.dumps(json_ready({**more, **data})))

@@ -22,28 +22,28 @@ def register(app: typer.Typer) -> None:
 def kubernetes(
     config: Path = typer.Option(..., "--config", "-c", help="Config file (YAML)."),
     nodes: int = typer.Option(1, min=1, help="Number of pods."),
-    gpus_per_node: int = typer.Option(..., min=0, help="GPUs, and workers, of each pod; 0: one worker on the CPU."),
+    gpus_per_node: int = typer.Option(..., min=0, help="GPUs, and workers, per pod; 0: one worker on the CPU."),
     image: str = typer.Option(..., help="Container image that has frameworm."),
     kind: str = typer.Option("trainjob", help="trainjob: for Kubeflow Trainer v2; jobset: for JobSet alone."),
     name: Optional[str] = typer.Option(  # noqa: UP045
-        None, help="Name of the job and of its run folder; that of the config unless given."
+        None, help="Name of the job and its run folder; default: the config's name."
     ),
     namespace: Optional[str] = typer.Option(None, help="Namespace."),  # noqa: UP045
     pvc: str = typer.Option("runs", help="PersistentVolumeClaim for the run folder, shared by all pods."),
     cpus: Optional[int] = typer.Option(  # noqa: UP045
-        None, min=1, help="Processors of each pod; 8 per worker unless given."
+        None, min=1, help="CPUs per pod; default: 8 per worker."
     ),
-    memory: Optional[str] = typer.Option(None, help="Memory of each pod: 64Gi."),  # noqa: UP045
+    memory: Optional[str] = typer.Option(None, help="Memory per pod, such as 64Gi."),  # noqa: UP045
     max_restarts: int = typer.Option(
-        10, min=0, help="jobset: how often all pods start again after a failure; preemptions do not count."
+        10, min=0, help="jobset: how often all pods restart after a failure; preemptions do not count."
     ),
     runtime: str = typer.Option("torch-distributed", help="trainjob: the training runtime."),
-    grace: int = typer.Option(120, min=60, help="Seconds that a pod which has to go gets to save."),
-    out: Optional[Path] = typer.Option(None, help="File to write; the screen unless given."),  # noqa: UP045
+    grace: int = typer.Option(120, min=60, help="Seconds a pod gets to save when it is evicted."),
+    out: Optional[Path] = typer.Option(None, help="File to write; default: standard output."),  # noqa: UP045
     settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="Change a setting of the training."),
     as_json: bool = typer.Option(False, "--json", help="Print the objects as JSON."),
 ) -> None:
-    """Write Kubernetes manifests that train a config; pods that start again go on where the run stopped.
+    """Write Kubernetes manifests that train a config; restarted pods resume the run.
 
     Example: frameworm kubernetes --config configs/imdb_ddp_4gpu.yaml --nodes 1 --gpus-per-node 4 \\
     --image registry.example/frameworm:1 --out job.yaml

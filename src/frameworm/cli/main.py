@@ -12,6 +12,7 @@ from frameworm.cli import (
     doctor,
     export,
     guard,
+    init,
     kubernetes,
     observe,
     predict,
@@ -22,6 +23,7 @@ from frameworm.cli import (
     sweep,
     train,
     tune,
+    verify,
     watch,
 )
 from frameworm.cli.output import say
@@ -36,6 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+init.register(app)
 train.register(app)
 observe.register(app)
 watch.register(app)
@@ -46,6 +49,7 @@ tune.register(app)
 guard.register(app)
 report.register(app)
 doctor.register(app)
+verify.register(app)
 slurm.register(app)
 kubernetes.register(app)
 ray.register(app)

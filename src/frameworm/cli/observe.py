@@ -43,25 +43,25 @@ def profile(
         [], "--set", metavar="KEY=VALUE", help="Change a setting of the config: --set data.num_workers=2"
     ),
     out: Optional[Path] = typer.Option(  # noqa: UP045
-        None, help="Run folder; runs/profile-<script>-<time> unless given."
+        None, help="Run folder; default: runs/profile-<script>-<time>."
     ),
     steps: Optional[int] = typer.Option(  # noqa: UP045
-        None, min=1, help=f"Observe so many steps; a script then goes on unobserved, a config stops ({CONFIG_STEPS})."
+        None, min=1, help=f"Steps to observe; a script then continues unobserved, a config stops ({CONFIG_STEPS})."
     ),
-    budget: str = typer.Option("30s", help="With --config: time for trying what its findings would gain."),
-    nvtx: bool = typer.Option(False, "--nvtx", help="Name the phases for Nsight Systems, and print the line to run."),
-    trace: bool = typer.Option(False, "--trace", help="Record a few steps with torch.profiler too."),
+    budget: str = typer.Option("30s", help="With --config: time to try what the remedies gain."),
+    nvtx: bool = typer.Option(False, "--nvtx", help="Name phases for Nsight Systems, and print the command."),
+    trace: bool = typer.Option(False, "--trace", help="Also record a few steps with torch.profiler."),
     trace_schedule: Optional[str] = typer.Option(  # noqa: UP045
         None,
         metavar="WAIT,WARMUP,ACTIVE[,REPEAT]",
-        help="With --trace: steps to let pass, to warm up and to record, and how often; 10,2,5,1 unless given.",
+        help="With --trace: steps to skip, warm up and record, and repetitions; default: 10,2,5,1.",
     ),
     operators: Optional[int] = typer.Option(  # noqa: UP045
-        None, min=1, help="With --trace: operators in each list of its summary; 10 unless given."
+        None, min=1, help="With --trace: operators per list in its summary; default: 10."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, after the script's own output."),
 ) -> None:
-    """See where the time of any training script goes, without changing the script or its results.
+    """Show where the time of a training script goes, without changing the script or its results.
 
     Example: frameworm profile examples/plain_loop.py
 
@@ -135,6 +135,10 @@ def _finish(attachment: Attachment, as_json: bool) -> None:
 
 
 def _show(record: RunRecord, as_json: bool) -> None:
+    from frameworm.launch.environment import inside_verb
+
+    if inside_verb() == "profile":
+        return  # the caller in Python reads the record; what it shows of an error is the script's own output
     from frameworm.report.run.text import render_text
 
     sys.stdout.flush()
@@ -180,12 +184,12 @@ def diagnose(
         ..., metavar="RUN", help="Run folder or URL, or a trace of torch.profiler (.json, .json.gz)."
     ),
     operators: Optional[int] = typer.Option(  # noqa: UP045
-        None, min=1, help="Of a trace: operators in each list."
+        None, min=1, help="For a trace: operators per list."
     ),
-    exact: bool = typer.Option(False, "--exact", help="Read all steps of a long run, not a sample of them."),
+    exact: bool = typer.Option(False, "--exact", help="Read every step of a long run instead of a sample."),
     as_json: bool = typer.Option(False, "--json", help="Print verdict and findings as JSON."),
 ) -> None:
-    """Judge a stored run: what costs most, the evidence, and what to do. Exit code 3: inconclusive.
+    """Diagnose a stored run: what costs most, the evidence, and what to do. Exit code 3: inconclusive.
 
     Example: frameworm diagnose runs/quickstart-20260101-120000
     """
@@ -196,15 +200,14 @@ def diagnose(
         _diagnose_trace(run, operators, as_json)
         return
     from frameworm.attach.record import judged_run
+    from frameworm.diagnose.diagnosis import Diagnosis
     from frameworm.records.store import SAMPLE_BYTES, RunFolder
 
     folder = RunFolder.open(run)
     record = judged_run(folder, None if exact else SAMPLE_BYTES)
     record.run_dir = shown(folder)
     if as_json:
-        data = record.to_dict()
-        kept = ("run_dir", "status", "steps", "unseen", "verdict", "findings", "notes", "roofline")
-        say(json.dumps({name: data[name] for name in kept}))
+        say(json.dumps(Diagnosis.of(record).to_dict()))
     else:
         from frameworm.report.run.text import render_text
 

@@ -1,13 +1,15 @@
-"""The verb that says how far a training will scale before anybody rents the machines."""
+"""`predict`."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 import typer
 
+from frameworm import compat
 from frameworm.cli.output import run_folder, say
 from frameworm.errors import ConfigError, EnvironmentSetupError
 
@@ -28,39 +30,39 @@ def predict(
         help="Folder or URL of a run on one device; or give --case, or --compute-ms and --gradient-mb.",
     ),
     world_sizes: str = typer.Option("1,2,4,8", help="Numbers of ranks to predict, such as 1,2,4,8,64."),
-    network: Optional[Path] = typer.Option(None, help="A network.json that `frameworm network` measured."),  # noqa: UP045
+    network: Optional[Path] = typer.Option(None, help="A network.json written by `frameworm network`."),  # noqa: UP045
     bandwidth_gbps: Optional[float] = typer.Option(  # noqa: UP045
-        None, help="What one link carries in one direction, in Gbit/s (per node with --gpus-per-node)."
+        None, help="Bandwidth of one link in one direction, in Gbit/s (per node with --gpus-per-node)."
     ),
-    latency_us: Optional[float] = typer.Option(None, help="Of one message between neighbours."),  # noqa: UP045
+    latency_us: Optional[float] = typer.Option(None, help="Latency of one message between neighbours."),  # noqa: UP045
     fabric: Optional[str] = typer.Option(  # noqa: UP045
         None, help="A preset: nvlink4, infiniband-ndr, infiniband-hdr, 100gbe, 25gbe, 10gbe, 1gbe, ..."
     ),
-    gpus_per_node: int = typer.Option(1, min=1, help="Ranks of one node; they meet over --inside first."),
+    gpus_per_node: int = typer.Option(1, min=1, help="Ranks per node; they reduce over --inside first."),
     inside: str = typer.Option("nvlink4", help="The preset between the GPUs of one node."),
-    links_per_node: int = typer.Option(1, min=1, help="Links of the fabric that one node has."),
+    links_per_node: int = typer.Option(1, min=1, help="Links of the fabric per node."),
     weak: bool = typer.Option(
         False,
         "--weak/--strong",
-        help="Strong: the global batch stays and is shared out. Weak: the batch per device stays.",
+        help="Strong: the ranks divide a fixed global batch. Weak: the batch per device stays.",
     ),
-    scaling: Optional[str] = typer.Option(None, hidden=True, help="Older spelling of --weak and --strong."),  # noqa: UP045
+    scaling: Optional[str] = typer.Option(None, hidden=True),  # noqa: UP045
     strategy: str = typer.Option("ddp", help="ddp, zero1, zero2 or zero3."),
     compression: str = typer.Option("off", help="off, fp16, bf16, int8, int4, topk or powersgd."),
-    price_per_gpu_hour: Optional[float] = typer.Option(None, min=0.0, help="For the cost of the training."),  # noqa: UP045
+    price_per_gpu_hour: Optional[float] = typer.Option(None, min=0.0, help="Price for the cost column."),  # noqa: UP045
     settings: list[str] = typer.Option(
         [], "--set", metavar="KEY=VALUE", help="Change a setting: --set parallel.bucket_cap_mb=5"
     ),
-    case: Optional[Path] = typer.Option(None, help="JSON file with the figures of a step, instead of a run."),  # noqa: UP045
-    compute_ms: Optional[float] = typer.Option(None, help="Step of one device, instead of a run."),  # noqa: UP045
-    gradient_mb: Optional[float] = typer.Option(None, help="Gradients of the model, with --compute-ms."),  # noqa: UP045
-    measure_codecs: bool = typer.Option(True, help="Time the codecs on this machine if it is the run's kind."),
+    case: Optional[Path] = typer.Option(None, help="JSON file with the times of a step, instead of a run."),  # noqa: UP045
+    compute_ms: Optional[float] = typer.Option(None, help="Step time of one device, instead of a run."),  # noqa: UP045
+    gradient_mb: Optional[float] = typer.Option(None, help="Size of the gradients, with --compute-ms."),  # noqa: UP045
+    measure_codecs: bool = typer.Option(True, help="Time the codecs here if this machine is like the run's."),
     out: Optional[Path] = typer.Option(  # noqa: UP045
         None, help="Folder for prediction.json, prediction.txt and prediction.svg."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print everything as JSON."),
 ) -> None:
-    """Predict step time, speedup, efficiency and cost on more devices, from a run on one and a network.
+    """Predict step time, speedup, efficiency and cost on more devices, from a run on one device and a network.
 
     Example: frameworm predict RUN --world-sizes 1,2,4,8,64 --bandwidth-gbps 10 --latency-us 50
 
@@ -68,6 +70,8 @@ def predict(
     """
     from frameworm.scaling.options import make_prediction
 
+    if scaling is not None:
+        say(f"frameworm: {compat.PREDICT_SCALING}", file=sys.stderr)
     scaling = scaling or ("weak" if weak else "strong")
     prediction = make_prediction(
         _sizes(world_sizes),

@@ -29,33 +29,33 @@ def ray(
     address: Optional[str] = typer.Option(  # noqa: UP045
         None,
         metavar="HOST:PORT|local",
-        help="The cluster; the one of this machine unless given. local: a new one here, for this job alone.",
+        help="The cluster; default: the one this machine belongs to. local: start one here for this job.",
     ),
-    use_gpu: str = typer.Option("auto", help="A GPU for each worker: yes, no, or auto if the cluster has GPUs."),
+    use_gpu: str = typer.Option("auto", help="One GPU per worker: yes, no, or auto (if the cluster has GPUs)."),
     resources_per_worker: Optional[str] = typer.Option(  # noqa: UP045
-        None, metavar="NAME=AMOUNT,...", help="What a worker needs: CPU=4,GPU=1,memory=8e9. One CPU unless given."
+        None, metavar="NAME=AMOUNT,...", help="What a worker needs, such as CPU=4,GPU=1,memory=8e9; default: one CPU."
     ),
     max_failures: int = typer.Option(
-        3, min=-1, help="How often Ray starts the workers again after one has failed; -1: always."
+        3, min=-1, help="How often Ray restarts the workers after one has failed; -1: always."
     ),
     wait: float = typer.Option(30.0, min=0, help="Seconds to wait for resources that are missing or not free."),
     settings: list[str] = typer.Option(
         [], "--set", metavar="KEY=VALUE", help="Change a setting: --set training.lr=1e-3"
     ),
     out: Optional[str] = typer.Option(  # noqa: UP045
-        None, metavar="DIR", help="Run folder, on storage that all nodes share; runs/<name>-<time> unless given."
+        None, metavar="DIR", help="Run folder, on storage that all nodes share; default: runs/<name>-<time>."
     ),
-    resume: Optional[str] = typer.Option(None, help="Go on with a run: its folder, or auto."),  # noqa: UP045
+    resume: Optional[str] = typer.Option(None, help="Resume a run: its folder, or auto."),  # noqa: UP045
     working_dir: Optional[Path] = typer.Option(  # noqa: UP045
-        None, help="A folder that all workers get a copy of, for your own modules where nodes do not share this one."
+        None, help="Folder to copy to all workers, for your own modules if nodes do not share this folder."
     ),
     storage: Optional[str] = typer.Option(  # noqa: UP045
         None,
-        help="Where Ray keeps the checkpoints it is told of, such as s3://bucket/runs; in the run folder unless given.",
+        help="Where Ray keeps checkpoints reported to it, such as s3://bucket/runs; default: the run folder.",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
 ) -> None:
-    """Train what a config describes as a Ray Train job; after a failure Ray starts the workers again.
+    """Train a config as a Ray Train job; Ray restarts the workers after a failure.
 
     Example: frameworm ray --config configs/quickstart.yaml --num-workers 2 --address local
     """

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import typer
 
@@ -29,18 +29,18 @@ def report(
         "experiments",
         parser=runs_folder,
         metavar="DIR|URL",
-        help="Folder with the runs, at any depth, or URL with the runs right under it.",
+        help="Folder with runs at any depth, or a URL with runs directly below it.",
     ),
     out: Path = typer.Option(Path("plots"), help="Folder for the report."),
-    warmup: int = typer.Option(1, min=0, help="Epochs at the start of each run to leave out."),
+    warmup: int = typer.Option(1, min=0, help="Epochs at the start of each run to ignore."),
     datasets: Optional[list[str]] = typer.Option(  # noqa: UP045
-        None, metavar="NAME...", help="Data sets to take; all unless given."
+        None, metavar="NAME...", help="Data sets to include; default: all."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the table as JSON."),
 ) -> None:
-    """Write tables, figures and a page about how the runs in a folder scale.
+    """Write tables, figures and a page that show how the runs in a folder scale.
 
-    Exit code 3: no run can be compared with another; the report says why.
+    Exit code 3: no two runs can be compared; the report says why.
 
     Example: frameworm report --root experiments --out plots --warmup 1 --datasets IMDB AGNews
     """
@@ -72,5 +72,13 @@ def _json(written: WrittenReport) -> str:
 
     from frameworm.records.schema import json_ready
 
-    data = {**dataclasses.asdict(written.report), "files": [str(path) for path in written.files]}
+    data = _with_means({**dataclasses.asdict(written.report), "files": [str(path) for path in written.files]})
     return json.dumps(json_ready(data)) + "\n"
+
+
+def _with_means(data: Any) -> Any:
+    """Call the value of an interval `mean`, as readers of this JSON know it."""
+    if isinstance(data, dict):
+        renamed = {"value": "mean"} if data.keys() == {"value", "low", "high"} else {}
+        return {renamed.get(name, name): _with_means(item) for name, item in data.items()}
+    return [_with_means(item) for item in data] if isinstance(data, (list, tuple)) else data

@@ -39,23 +39,23 @@ def network(
     distributed: bool = typer.Option(
         False, "--distributed", help="Join torchrun, srun or RANK and WORLD_SIZE; implied, as one rank has no network."
     ),
-    nnodes: Optional[str] = typer.Option(None, help="Machines."),  # noqa: UP045
+    nnodes: Optional[str] = typer.Option(None, help="Number of machines."),  # noqa: UP045
     node_rank: Optional[int] = typer.Option(None, help="Number of this machine, from 0."),  # noqa: UP045
     master_addr: Optional[str] = typer.Option(None, help="Address of machine 0."),  # noqa: UP045
     master_port: Optional[int] = typer.Option(None, help="Port on machine 0."),  # noqa: UP045
     rdzv_endpoint: Optional[str] = typer.Option(  # noqa: UP045
-        None, help="HOST:PORT where the machines meet and get their numbers."
+        None, help="HOST:PORT of the rendezvous, where machines get their ranks."
     ),
     backend: str = typer.Option("auto", help="nccl, gloo, or auto: nccl where there are GPUs."),
-    budget: float = typer.Option(BUDGET_S, min=0.1, help="About how many seconds to measure."),
+    budget: float = typer.Option(BUDGET_S, min=0.1, help="Approximate seconds to measure."),
     out: Path = typer.Option(Path("network.json"), help="File to write."),
-    as_json: bool = typer.Option(False, "--json", help="Print what is in the file instead of a table."),
+    as_json: bool = typer.Option(False, "--json", help="Print the file's content instead of a table."),
 ) -> None:
     """Measure the network between the ranks: time and bandwidth per collective and size.
 
     Example: frameworm network --nproc-per-node 2
 
-    On two machines, the same on each but for K: frameworm network --nnodes 2 --node-rank K --master-addr HOST
+    On two machines, with K = 0 and K = 1: frameworm network --nnodes 2 --node-rank K --master-addr HOST
     """
     if backend not in ("auto", "nccl", "gloo"):
         raise EnvironmentSetupError(f"--backend {backend} is not one of auto, nccl, gloo")

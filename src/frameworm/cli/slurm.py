@@ -27,30 +27,30 @@ def slurm(
     config: Path = typer.Option(..., "--config", "-c", help="Config file (YAML)."),
     nodes: int = typer.Option(1, min=1, help="Number of nodes."),
     gpus_per_node: int = typer.Option(
-        ..., min=0, help="GPUs, and workers, on each node; 0: one worker per node on the CPU."
+        ..., min=0, help="GPUs, and workers, per node; 0: one worker per node on the CPU."
     ),
-    out: Optional[Path] = typer.Option(None, help="File to write; the screen unless given."),  # noqa: UP045
+    out: Optional[Path] = typer.Option(None, help="File to write; default: standard output."),  # noqa: UP045
     submit: bool = typer.Option(False, "--submit", help="Submit the job and follow it to its end."),
-    time: Optional[str] = typer.Option(None, help="Longest run time: 12:00:00, 2-00."),  # noqa: UP045
+    time: Optional[str] = typer.Option(None, help="Time limit, such as 12:00:00 or 2-00."),  # noqa: UP045
     partition: Optional[str] = typer.Option(None, help="Partition."),  # noqa: UP045
     account: Optional[str] = typer.Option(None, help="Account to charge."),  # noqa: UP045
     cpus_per_task: Optional[int] = typer.Option(  # noqa: UP045
-        None, min=1, help="Processors of each task; 8 per worker unless given."
+        None, min=1, help="CPUs per task; default: 8 per worker."
     ),
     modules: list[str] = typer.Option([], "--module", metavar="NAME", help="Environment module to load."),
     venv: Optional[Path] = typer.Option(  # noqa: UP045
-        None, help="Virtual environment to activate; what is on the submitting shell's PATH unless given."
+        None, help="Virtual environment to activate; default: the frameworm on the PATH of the submitting shell."
     ),
     launcher: str = typer.Option(
         "torchrun", help="torchrun: one task per node starts its workers; srun: each task is a worker."
     ),
     signal_before: int = typer.Option(
-        120, min=30, help="Seconds before the end of the time at which training saves and is requeued."
+        120, min=30, help="Seconds before the time limit at which training saves and is requeued."
     ),
     settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="Change a setting of the training."),
-    as_json: bool = typer.Option(False, "--json", help="Print the script, or how the job ended, as JSON."),
+    as_json: bool = typer.Option(False, "--json", help="Print the script, or the outcome of the job, as JSON."),
 ) -> None:
-    """Write a SLURM batch script that trains a config, saves before its time is over and goes on after a requeue.
+    """Write a SLURM batch script that trains a config, saves before its time limit and resumes after a requeue.
 
     Example: frameworm slurm --config configs/imdb_ddp_4gpu.yaml --nodes 1 --gpus-per-node 4 --time 4:00:00 --out job.sh
 
@@ -112,7 +112,7 @@ def _submit(job: SlurmJob, script: str, out: Path | None, as_json: bool) -> int:
     try:
         end = follow(job_id, on_state, on_text)
     except KeyboardInterrupt:
-        _say(f"\njob {job_id} goes on. Look at it: squeue -j {job_id}    Cancel it: scancel {job_id}")
+        _say(f"\njob {job_id} keeps running. Check it: squeue -j {job_id}    Cancel it: scancel {job_id}")
         return 130
     if end.exit_code:
         _say(f"job {job_id} ended with exit code {end.exit_code}; log: {end.log}")

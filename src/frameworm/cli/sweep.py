@@ -25,23 +25,23 @@ def scale(
     weak: bool = typer.Option(
         False,
         "--weak/--strong",
-        help="Strong: one global batch, shared out among the processes. Weak: each process keeps its batch.",
+        help="Strong: the processes divide one global batch. Weak: each process keeps its batch.",
     ),
-    repeats: int = typer.Option(3, min=1, help="Runs of each world size, in turns; two or more give intervals."),
+    repeats: int = typer.Option(3, min=1, help="Runs per world size, in turns; two or more give intervals."),
     settings: list[str] = typer.Option(
         [], "--set", metavar="KEY=VALUE", help="Change a setting of every run: --set training.epochs=3"
     ),
-    out: Optional[Path] = typer.Option(None, help="Folder of the sweep; scaling/<name> unless given."),  # noqa: UP045
-    resume: bool = typer.Option(False, "--resume", help="Go on with the sweep in --out; completed runs are kept."),
-    warmup: int = typer.Option(1, min=0, help="Epochs at the beginning of each run that do not count."),
+    out: Optional[Path] = typer.Option(None, help="Folder of the sweep; default: scaling/<name>."),  # noqa: UP045
+    resume: bool = typer.Option(False, "--resume", help="Continue the sweep in --out, keeping completed runs."),
+    warmup: int = typer.Option(1, min=0, help="Epochs at the start of each run to ignore."),
     nproc_per_node: Optional[int] = typer.Option(  # noqa: UP045
-        None, min=1, help="In a SLURM allocation: most processes on one host; its GPUs, or one, unless given."
+        None, min=1, help="In a SLURM allocation: maximum processes per host; default: its GPUs, or one."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print scaling.json instead of tables."),
 ) -> None:
-    """Train on several numbers of processes and say how far it scales, and why not further.
+    """Train with several numbers of processes to show how far training scales, and what limits it.
 
-    Runs are made in turns, so that a busy machine disturbs all world sizes alike. In a SLURM allocation of several
+    World sizes take turns, so that a busy machine disturbs all of them alike. In a SLURM allocation of several
     hosts they are started with srun on its hosts. Writes scaling.json, tables and figures. Exit code 1: a run failed.
 
     Example: frameworm scale --config configs/quickstart.yaml --world-sizes 1,2

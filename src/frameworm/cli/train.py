@@ -36,15 +36,15 @@ def train(
     nproc_per_node: Optional[str] = typer.Option(  # noqa: UP045
         None, help="Processes on this machine: a number, or auto for one per GPU."
     ),
-    nnodes: Optional[str] = typer.Option(None, help="Machines, as a number or MIN:MAX."),  # noqa: UP045
+    nnodes: Optional[str] = typer.Option(None, help="Number of machines, or MIN:MAX."),  # noqa: UP045
     node_rank: Optional[int] = typer.Option(None, help="Number of this machine, from 0."),  # noqa: UP045
     master_addr: Optional[str] = typer.Option(None, help="Address of machine 0."),  # noqa: UP045
     master_port: Optional[int] = typer.Option(None, help="Port on machine 0."),  # noqa: UP045
     rdzv_endpoint: Optional[str] = typer.Option(  # noqa: UP045
-        None, help="HOST:PORT where the machines meet and get their numbers."
+        None, help="HOST:PORT of the rendezvous, where machines get their ranks."
     ),
     max_restarts: int = typer.Option(
-        0, min=0, help="How often all processes start again, from the last checkpoint, after one has failed."
+        0, min=0, help="How often to restart all processes from the last checkpoint after one has failed."
     ),
     settings: list[str] = typer.Option(
         [], "--set", metavar="KEY=VALUE", help="Change a setting: --set training.lr=1e-3"
@@ -52,25 +52,27 @@ def train(
     out: Optional[str] = typer.Option(  # noqa: UP045
         None,
         metavar="DIR|URL",
-        help="Run folder; runs/<name>-<time> unless given. Of a URL (s3://bucket/runs/x): runs/<its last part>, "
+        help="Run folder; default: runs/<name>-<time>. For a URL (s3://bucket/runs/x): runs/<its last part>, "
         "uploaded beside training.",
     ),
     resume: Optional[str] = typer.Option(  # noqa: UP045
-        None, metavar="DIR|URL|auto", help="Go on with a run: its folder, its URL, or auto."
+        None, metavar="DIR|URL|auto", help="Resume a run: its folder, its URL, or auto."
     ),
     log_dir: Optional[Path] = typer.Option(None, help="Folder for one log file per rank."),  # noqa: UP045
-    stop_grace: float = typer.Option(30.0, min=1.0, help="Seconds that workers get to save when told to stop."),
+    stop_grace: float = typer.Option(30.0, min=1.0, help="Seconds workers get to save when they are stopped."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
 ) -> None:
-    """Train what a config describes.
+    """Train a config.
 
     Example: frameworm train --config configs/quickstart.yaml --set training.epochs=2
 
+    Without a clone of the repository, `frameworm init quickstart` writes this config.
+
     On two processes: frameworm train --config configs/quickstart.yaml --distributed --nproc-per-node 2
 
-    The same, started again up to three times after a failure: add --max-restarts 3
+    Restart up to three times after a failure: add --max-restarts 3
 
-    With a copy in object storage, from which any machine can go on: add --out s3://bucket/runs/x --resume auto
+    Keep a copy in object storage, from which any machine can resume: add --out s3://bucket/runs/x --resume auto
     """
     from frameworm.config.load import load_runnable
 
@@ -129,9 +131,9 @@ def _check_alone() -> None:
 
 
 def _device_count(config: Config) -> int:
-    from frameworm.hardware.resolve import look_at_machine
+    from frameworm.hardware.resolve import resolve_machine
 
-    return look_at_machine(config).device_count
+    return resolve_machine(config).device_count
 
 
 def _launch(config: Config, plan: LaunchPlan, stop_grace_s: float, max_restarts: int, *, resumes: bool) -> int:
@@ -208,7 +210,7 @@ def evaluate(
     run: str = typer.Argument(..., metavar="RUN", help="Run folder or URL."),
     settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="Change a setting of the run's config."),
     weights: str = typer.Option(
-        "auto", help="trained, ema (averaged by training.ema), or auto: ema if the run has averaged its weights."
+        "auto", help="trained, ema (the averages of training.ema), or auto: ema if the run has averages."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
@@ -233,10 +235,10 @@ def evaluate(
 
 def upload(
     run: Path = typer.Argument(..., help="Run folder."),
-    url: str = typer.Argument(..., help="Where to: s3://bucket/runs/x, or any URL of fsspec."),
+    url: str = typer.Argument(..., help="Target, such as s3://bucket/runs/x; any URL that fsspec knows."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
-    """Upload a run to object storage: what its training could not upload, or a run that was never uploaded.
+    """Upload a run to object storage, or the rest of one whose upload did not finish.
 
     Example: frameworm upload runs/quickstart-20260101-120000 s3://bucket/runs/quickstart
     """
@@ -252,7 +254,7 @@ def upload(
 
 
 def runs(
-    root: str = typer.Argument("runs", metavar="[ROOT]", help="Folder or URL that holds runs."),
+    root: str = typer.Argument("runs", metavar="[ROOT]", help="Folder or URL with runs."),
     as_json: bool = typer.Option(False, "--json", help="Print the list as JSON."),
 ) -> None:
     """List the runs in a folder, newest first.

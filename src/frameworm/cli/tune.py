@@ -36,7 +36,7 @@ def register(app: typer.Typer) -> None:
 
 def batch_size(
     config: Path = typer.Option(..., "--config", "-c", help="Config file (YAML)."),
-    distributed: bool = typer.Option(False, "--distributed", help="Trials with several processes on this machine."),
+    distributed: bool = typer.Option(False, "--distributed", help="Run trials with several processes on this machine."),
     nproc_per_node: Optional[str] = typer.Option(  # noqa: UP045
         None, help="Processes on this machine: a number, or auto for one per GPU."
     ),
@@ -44,23 +44,23 @@ def batch_size(
         [], "--set", metavar="KEY=VALUE", help="Change a setting: --set memory.activation_checkpointing=full"
     ),
     most: Optional[int] = typer.Option(  # noqa: UP045
-        None, "--max", min=1, help="No larger micro-batch; 512 where nothing limits the memory."
+        None, "--max", min=1, help="Largest micro-batch to try; default: 512 if nothing limits memory."
     ),
     free_global_batch: bool = typer.Option(
-        False, "--free-global-batch", help="Let the global batch grow; otherwise accumulation keeps it as it is."
+        False, "--free-global-batch", help="Let the global batch grow; otherwise accumulation keeps it fixed."
     ),
-    deadline: float = typer.Option(120.0, min=1.0, help="Seconds for one trial; what takes longer counts as hung."),
-    budget: float = typer.Option(600.0, min=1.0, help="Seconds for all trials; then it ends with what it knows."),
+    deadline: float = typer.Option(120.0, min=1.0, help="Seconds per trial; longer trials count as hung."),
+    budget: float = typer.Option(600.0, min=1.0, help="Seconds for all trials; then report what is known."),
     limit_memory: Optional[str] = typer.Option(  # noqa: UP045
-        None, help="Memory each process may take beside Python and torch, such as 2GiB (address space; for the CPU)."
+        None, help="Memory per process beyond Python and torch, such as 2GiB (address space, for the CPU)."
     ),
-    speed: bool = typer.Option(True, help="Measure smaller micro-batches too, to name the fastest."),
+    speed: bool = typer.Option(True, help="Also measure smaller micro-batches to find the fastest."),
     as_json: bool = typer.Option(False, "--json", help="Print everything as JSON."),
 ) -> None:
-    """Find the largest micro-batch that fits and the fastest, by trials of the real training step.
+    """Find the largest and the fastest micro-batch by trials of the real training step.
 
-    Each trial runs in processes of its own: one that runs out of memory, dies or hangs costs that trial. The largest is
-    verified with more steps, the longest samples and a validation. Exit code 1: nothing fits; 3: time was up before the
+    Trials run in separate processes, so running out of memory, a crash or a hang costs one trial. The largest size is
+    verified with more steps, the longest samples and a validation. Exit code 1: nothing fits; 3: out of time before the
     largest was verified.
 
     Example: frameworm batch-size --config configs/quickstart.yaml
@@ -106,45 +106,45 @@ def tune(
         None, "--config", "-c", help="Tune this config (YAML) instead of a script."
     ),
     module: Optional[str] = typer.Option(  # noqa: UP045
-        None, "--module", "-m", help="Tune a module, as python -m would run it; its arguments follow after `--`."
+        None, "--module", "-m", help="Tune a module, as python -m runs it; its arguments follow `--`."
     ),
     accept_side_effects: bool = typer.Option(
         False,
         "--accept-side-effects",
-        help="Run a script where this machine cannot keep its trials apart: what it writes and sends in them stays.",
+        help="Run trials of a script even if this machine cannot isolate them: what they write and send stays.",
     ),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be done with a script, and do nothing."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be done with a script, without doing it."),
     settings: list[str] = typer.Option(
         [], "--set", metavar="KEY=VALUE", help="Change a setting before the search: --set training.epochs=10"
     ),
     budget: str = typer.Option("10m", help="Time for all trials, such as 90s, 10m or 1h."),
-    trials: Optional[int] = typer.Option(None, min=1, help="Most trials and proofs."),  # noqa: UP045
+    trials: Optional[int] = typer.Option(None, min=1, help="Maximum number of trials and proofs."),  # noqa: UP045
     out: Optional[Path] = typer.Option(  # noqa: UP045
-        None, help="Folder of the search; tune/<name> unless given. A config's that was stopped goes on where it was."
+        None, help="Folder of the search; default: tune/<name>. A stopped search of a config resumes."
     ),
     allow: Optional[str] = typer.Option(  # noqa: UP045
         None,
-        help="For a config approximate: keep what changes the numerics by more than rounding without a quality check. "
-        "For a script a list of graphs (CUDA graphs, which overwrite what the model has returned before), late_losses "
-        "(loss.item() gives the loss of the step before), static_graph (each step uses the same parameters), with "
-        "commas between them.",
+        help="For a config, approximate: allow changes of numerics beyond rounding without a quality check. For a "
+        "script, a comma-separated list of graphs (CUDA graphs, which overwrite earlier outputs of the model), "
+        "late_losses (loss.item() returns the previous step's loss), static_graph (every step uses the same "
+        "parameters).",
     ),
     max_quality_loss: str = typer.Option(
         "0.3%,0.2points",
-        help="What a change of the numerics may cost: rise of the final validation loss in % of its fall, points of "
-        "accuracy, or both. What is not shown to stay within it is offered as a trade-off.",
+        help="How much a change of numerics may cost: rise of the final validation loss in % of its fall, points of "
+        "accuracy, or both. Changes not shown to stay within it are offered as trade-offs.",
     ),
-    distributed: bool = typer.Option(False, "--distributed", help="Trials with several processes on this machine."),
+    distributed: bool = typer.Option(False, "--distributed", help="Run trials with several processes on this machine."),
     nproc_per_node: Optional[str] = typer.Option(  # noqa: UP045
         None, help="Processes on this machine: a number, or auto for one per GPU."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print everything as JSON."),
 ) -> None:
-    """Make a script or a config faster by trials of the real run, and prove that it learns the same.
+    """Make a script or a config faster by trials of the real run, and prove that it still learns the same.
 
-    A script is run as it is, settings are changed from outside, and nothing that it writes in a trial stays. Writes
-    tuned.yaml (for `frameworm run --with`) and tuned.patch, or best.yaml for a config, tune.json and report.html into
-    the folder. Exit code 1: the script or config itself does not run.
+    A script runs unmodified, with settings changed from outside; whatever it writes in a trial is discarded. Writes
+    tuned.yaml (for `frameworm run --with`) and tuned.patch, or best.yaml for a config, and tune.json and report.html.
+    Exit code 1: the script or config itself does not run.
 
     Example: frameworm tune examples/plain_loop.py --epochs 30
 
@@ -172,8 +172,8 @@ def tune(
     world_size = _processes_here(loaded, distributed, nproc_per_node)
     from frameworm.report.tune.progress import TuneProgress
     from frameworm.tune.search.result import Progress
-    from frameworm.tune.trials.longer import Longer
     from frameworm.tune.trials.outcomes import Budget
+    from frameworm.tune.trials.quality_check import QualityChecker
     from frameworm.tune.tuner import BEST_NAME
     from frameworm.tune.tuner import tune as search
 
@@ -189,7 +189,7 @@ def tune(
             budget=Budget(time_s, trials),
             world_size=world_size,
             allow_approximate=allow is not None,
-            longer=Longer(margin=margin),
+            longer=QualityChecker(margin=margin),
             original=config.read_text(encoding="utf-8"),
             tell=tell,
         )
@@ -267,7 +267,7 @@ def _tune_script(
                 tell=shown or (lambda text: say(text, file=sys.stderr, flush=True)),
             ).run()
         write_result(result, folder)
-        plain = result.to_json(str(folder / TUNED_NAME))
+        plain = result.to_dict()
         if as_json:
             say(json.dumps(plain))
         elif result.problem is None:
@@ -305,14 +305,14 @@ def run(
     arguments: Optional[list[str]] = typer.Argument(  # noqa: UP045
         None, metavar="[ARGS]...", help="Arguments of the script.", show_default=False
     ),
-    tuned: Path = typer.Option(..., "--with", help="What `frameworm tune` found for the script: tuned.yaml."),
-    check: bool = typer.Option(True, help="First compare a few steps with and without it, on the script's own data."),
-    as_json: bool = typer.Option(False, "--json", help="Say what is on as JSON, on stderr: stdout is the script's."),
+    tuned: Path = typer.Option(..., "--with", help="The tuned.yaml that `frameworm tune` wrote for the script."),
+    check: bool = typer.Option(True, help="First compare a few steps with and without the settings."),
+    as_json: bool = typer.Option(False, "--json", help="Print the settings as JSON on stderr; stdout is the script's."),
 ) -> None:
-    """Run a script with what its tuning found, set from outside: all of it, or nothing.
+    """Run a script with the settings its tuning found: all of them, or none.
 
-    Refuses where the script, its arguments, the versions of its libraries or the device are others than when it was
-    tuned, and where the first steps do not compute the same as without it.
+    Refuses to start if the script, its arguments, its library versions or the device differ from those of the tuning,
+    or if the first steps do not compute the same as without the settings.
 
     Example: frameworm run --with tune/plain_loop/tuned.yaml examples/plain_loop.py --epochs 30
     """
@@ -350,10 +350,10 @@ def _check_start(prepared: TunedRun, ranks: list[dict[str, str | None]]) -> None
 
 
 def _processes_here(config: Config, distributed: bool, nproc_per_node: str | None) -> int:
-    from frameworm.hardware.resolve import look_at_machine
+    from frameworm.hardware.resolve import resolve_machine
     from frameworm.launch.plan import plan_launch
 
-    devices = look_at_machine(config).device_count if distributed else 0
+    devices = resolve_machine(config).device_count if distributed else 0
     plan = plan_launch(distributed, number_or_auto(nproc_per_node), device_count=devices)
     if plan.action == "join" or plan.max_nodes > 1:
         raise EnvironmentSetupError(

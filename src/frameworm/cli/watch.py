@@ -25,26 +25,27 @@ def register(app: typer.Typer) -> None:
 
 def watch(
     given: str = typer.Argument(
-        str(RUNS), metavar="RUN|ROOT", help="A run folder, or a folder that holds run folders; or a URL of such."
+        str(RUNS), metavar="RUN|ROOT", help="A run folder, a folder of run folders, or a URL of either."
     ),
-    host: str = typer.Option("127.0.0.1", help="Address to listen on; what is not this machine's own is unencrypted."),
+    host: str = typer.Option("127.0.0.1", help="Address to listen on; traffic to other machines is not encrypted."),
     port: Optional[int] = typer.Option(  # noqa: UP045
-        None, min=0, max=65535, help="Port; 7007 unless given, or a free one where that is taken.", show_default=False
+        None, min=0, max=65535, help="Port; default: 7007, or a free one if that is taken.", show_default=False
     ),
     token: Optional[str] = typer.Option(  # noqa: UP045
-        None, help="What a visitor must know; a random one unless given.", show_default=False
+        None, help="Token that visitors need; default: a random one.", show_default=False
     ),
     alert: Optional[list[str]] = typer.Option(  # noqa: UP045
         None,
         metavar="COMMAND|URL",
-        help="Gets JSON when a run fails, slows down, has a straggler or a loss of NaN, or the disk is nearly full.",
+        help="Command or URL that gets JSON when a run fails or slows down, a rank straggles, a loss is NaN, or the "
+        "disk is nearly full.",
     ),
-    tui: bool = typer.Option(False, "--tui", help="Show it in the terminal instead of a page; nothing is served."),
+    tui: bool = typer.Option(False, "--tui", help="Show runs in the terminal instead of serving a page."),
     as_json: bool = typer.Option(False, "--json", help="Print address and token as one line of JSON, then serve."),
 ) -> None:
-    """Show runs as a live page: running or finished, trained by the engine or profiled scripts. Nothing is changed.
+    """Show running and finished runs, and profiled scripts, on a live page. Changes nothing.
 
-    The page is for those who have the token in the printed address. Ctrl-C ends it.
+    Visitors need the token in the printed address. Ctrl-C stops the server.
 
     Example: frameworm watch runs
     """

@@ -1,4 +1,4 @@
-"""What to do: the settings of a run as typed values.
+"""Configuration: the settings of a run as typed values.
 
 In: a YAML file, `FRAMEWORM_*` variables and `--set` overrides. Out: a checked `Config` (`load.load_config`), and the
 same config with every `auto` decided for a machine and a number of processes (`resolve.resolve`). `schema` has every

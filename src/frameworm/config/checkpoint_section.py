@@ -1,4 +1,4 @@
-"""Sections about what is saved and where, and about the figures that make a checkpoint the best or end a run early."""
+"""Sections about what is saved and where, and about the metrics that pick the best checkpoint or stop a run early."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from frameworm.config.describe import show
 from frameworm.config.section import OffNone, OffWord, Section
 
 USUAL_METRICS = ("val_loss", "val_accuracy", "train_loss")
-BETTER = "Which values are better; auto: as the metric says, for losses lower and for accuracies higher."
+BETTER = "Which values are better; auto: as the metric defines, else higher for accuracies and lower for losses."
 
 
 def _is_metric(value: str) -> str:
@@ -26,7 +26,7 @@ Better = Literal["auto", "lower", "higher"]
 
 
 def prefers_higher(metric: str, better: str = "auto") -> bool:
-    """Whether a higher value of a figure is better; by its name, unless a setting says so."""
+    """True if a higher value of a metric is better, by its name unless `better` decides."""
     return better == "higher" or (better == "auto" and metric.endswith("accuracy"))
 
 
@@ -37,11 +37,11 @@ class CheckpointConfig(Section):
         default=500, ge=1, description="Steps between checkpoints; off saves at the end and on interruption only."
     )
     every_minutes: Annotated[float | None, OffNone] = Field(
-        default=None, gt=0, description="Minutes between checkpoints, beside those of every_steps."
+        default=None, gt=0, description="Minutes between checkpoints, in addition to every_steps."
     )
     keep: int = Field(default=3, ge=1, description="How many of the newest checkpoints stay on disk.")
     keep_best: int = Field(
-        default=0, ge=0, description="How many of the best stay beside them; each epoch that is one of them is saved."
+        default=0, ge=0, description="How many of the best to keep as well; an epoch among the best is always saved."
     )
     metric: Metric = Field(
         default="val_loss",
@@ -50,20 +50,20 @@ class CheckpointConfig(Section):
     )
     better: Better = Field(default="auto", description=BETTER)
     mode: Literal["async", "sync"] = Field(
-        default="async", description="Write in a process beside training, or pause for it."
+        default="async", description="Write in a separate process during training, or pause training for it."
     )
     when_busy: Literal["skip", "wait"] = Field(
         default="skip",
-        description="A save that comes due before the last one is durable: put it off until then, or wait.",
+        description="If a save is due before the last one is durable: postpone it until then, or wait.",
     )
     dir: Annotated[str | None, OffNone] = Field(
         default=None,
         description="A folder on faster storage (may be in memory) that files are written to before they are moved to "
-        "the run folder; not set writes to the run folder at once.",
+        "the run folder; not set: write directly to the run folder.",
     )
     compression: Annotated[Literal["off", "zstd", "auto"], OffWord] = Field(
         default="off",
-        description="Compress the files; auto does where a trial with a part of the state says that it saves time.",
+        description="Compress the files; auto compresses if a trial with part of the state shows that it saves time.",
     )
 
     @field_validator("dir")
@@ -78,12 +78,12 @@ class CheckpointConfig(Section):
 
     @property
     def prefers_higher(self) -> bool:
-        """Whether the checkpoint with the highest figure is the best."""
+        """True if the checkpoint with the highest metric is the best."""
         return prefers_higher(self.metric, self.better)
 
 
 class StorageConfig(Section):
-    """A copy of the run in object storage, uploaded beside training."""
+    """A copy of the run in object storage, uploaded during training."""
 
     url: Annotated[str | None, OffNone] = Field(
         default=None,
@@ -93,16 +93,15 @@ class StorageConfig(Section):
     records_every_s: float = Field(
         default=30.0,
         gt=0,
-        description="Seconds between uploads of records, at least; checkpoints are uploaded as soon as they are "
-        "written.",
+        description="Least seconds between uploads of records; checkpoints are uploaded as soon as they are written.",
     )
     wait_s: float = Field(
-        default=300.0, ge=0, description="Longest that the end of a run waits for what is not uploaded yet."
+        default=300.0, ge=0, description="Most seconds that the end of a run waits for pending uploads."
     )
     preempted_wait_s: float = Field(
         default=300.0,
         ge=0,
-        description="The same after SIGTERM, from the signal on; workers of --distributed stay within --stop-grace.",
+        description="The same after SIGTERM, counted from the signal; --distributed workers also obey --stop-grace.",
     )
 
     @field_validator("url")
@@ -118,7 +117,7 @@ class EarlyStopConfig(Section):
 
     metric: Metric = Field(
         default="val_loss",
-        description="What is watched: val_loss, val_accuracy, train_loss, or val_NAME of a metric given to Trainer.",
+        description="Metric to watch: val_loss, val_accuracy, train_loss, or val_NAME of a metric given to Trainer.",
     )
     patience: int = Field(default=3, ge=1, description="Epochs without improvement before training stops.")
     min_delta: float = Field(default=0.0, ge=0, description="Smallest change that counts as an improvement.")
@@ -126,5 +125,5 @@ class EarlyStopConfig(Section):
 
     @property
     def prefers_higher(self) -> bool:
-        """Whether a higher figure is a gain."""
+        """True if a higher metric is an improvement."""
         return prefers_higher(self.metric, self.better)

@@ -1,4 +1,4 @@
-"""Settings that are fine alone and impossible together, and those this version does not have yet."""
+"""Checks for settings that are valid alone but impossible together, or not available in this version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from frameworm.errors import ConfigError
 
 
 class NotYet(NamedTuple):
-    """Values of a setting that the file format has and this version has not."""
+    """Values of a setting that the file format defines but this version does not support."""
 
     values: tuple[str, ...]
     instead: str
@@ -34,15 +34,15 @@ BUCKET_SETTINGS = ("bucket_cap_mb", "first_bucket_mb", "gradient_as_bucket_view"
 
 
 def key(name: str) -> KeyPath:
-    """The path of a dotted name."""
+    """Split a dotted name into a key path."""
     return tuple(name.split("."))
 
 
 def check(config: Config) -> None:
-    """Refuse what cannot run, before any process starts.
+    """Refuse a config that cannot run, before any process starts.
 
     Args:
-        config: A config whose single values are valid.
+        config: A config whose individual values are valid.
 
     Raises:
         ConfigError: One line per problem.
@@ -53,14 +53,14 @@ def check(config: Config) -> None:
 
 
 def check_parallel(config: Config) -> None:
-    """As `check`, for what strategies rule out; the Python API asks this much."""
+    """Like `check`, but only for conflicts with the strategy; used by the Python API."""
     problems = [*_parallel(config), *_sharding(config)]
     if problems:
         raise make_error(problems, config._origins)
 
 
 def find_problems(config: Config) -> list[Problem]:
-    """All impossible combinations and values that are not there yet; at most one problem per key."""
+    """Find all impossible combinations and unavailable values, at most one problem per key."""
     found: dict[KeyPath, Problem] = {}
     for problem in (
         *_data(config),
@@ -80,7 +80,7 @@ def find_problems(config: Config) -> list[Problem]:
 
 
 def _data(config: Config) -> Iterator[Problem]:
-    # A workload of your own brings its own data and gives `dataset` its own meaning.
+    # A custom workload brings its own data and gives `dataset` its own meaning.
     if config.workload not in MODEL_SECTIONS:
         return
     dataset = config.data.dataset
@@ -131,10 +131,10 @@ def _spikes(config: Config) -> Iterator[Problem]:
     if config.training.on_spike != "rollback":
         return
     if config.gpu.capture != "off":
-        text = "rollback puts other tensors in place of those that a captured step was recorded with; use warn"
+        text = "rollback replaces the tensors that a captured step was recorded with; use warn"
         yield Problem((key("training.on_spike"), key("gpu.capture")), text)
     if config.parallel.sync_every > 1:
-        text = "rollback needs one model, and with sync_every above 1 every rank has its own; use warn"
+        text = "rollback needs one model, but with sync_every above 1 every rank has its own; use warn"
         yield Problem((key("training.on_spike"), key("parallel.sync_every")), text)
 
 
@@ -142,10 +142,10 @@ def _batching(config: Config) -> Iterator[Problem]:
     data, batching = config.data, config.data.batching
     if not data.shuffle and (batching == "bucketed" or data.balance is True):
         name = "batching" if batching == "bucketed" else "balance"
-        text = f"{show(getattr(data, name))} puts the samples in an order of its own and shuffle is off; turn it on"
+        text = f"{show(getattr(data, name))} reorders the samples, but shuffle is off; turn it on"
         yield Problem((key(f"data.{name}"), key("data.shuffle")), text)
     if batching == "bucketed" and data.balance is True:
-        text = "bucketed steps differ in length by intent; leave balance off, or use packed"
+        text = "bucketed steps differ in length on purpose; leave balance off, or use packed"
         yield Problem((key("data.balance"), key("data.batching")), text)
     if data.resident is True and batching == "packed" and config.gpu.device == "cpu":
         text = "true puts packed batches together on a GPU and gpu.device is cpu; use auto"
@@ -188,10 +188,12 @@ def _parallel(config: Config) -> Iterator[Problem]:
         yield Problem((key("parallel.compression"), key("parallel.strategy")), text)
     if strategy in NO_BUCKETS:
         for name in BUCKET_SETTINGS:
-            # A promise that is not made is none: `resolve` writes false for auto.
+            # `resolve` writes false for auto, so false does not mean that the user set it.
             value = "auto" if parallel.static_graph is False and name == "static_graph" else getattr(parallel, name)
             if value != ParallelConfig.model_fields[name].default:
-                text = f"{name} is about DDP's buckets, which strategy {strategy} has not; leave it out, or use ddp"
+                text = (
+                    f"{name} is about DDP's buckets, which strategy {strategy} does not have; leave it out, or use ddp"
+                )
                 yield Problem((key(f"parallel.{name}"), key("parallel.strategy")), text)
     if config.training.fused_loss and strategy in NO_BUCKETS:
         text = f"true needs the last layer's weight whole and in one place, which strategy {strategy} does not keep; "
@@ -212,6 +214,25 @@ def _parallel(config: Config) -> Iterator[Problem]:
             yield Problem((key("parallel.check_replicas"), key("parallel.sync_every")), text)
 
 
+def _captured(config: Config) -> Iterator[Problem]:
+    """Parallel settings that a captured step cannot record; `auto` runs without capture instead."""
+    parallel, capture = config.parallel, key("gpu.capture")
+    if config.gpu.capture not in ("step", "rehearse"):
+        return
+    if parallel.strategy == "dp":
+        text = "step records the work of one device and strategy dp works on several; use ddp, or capture: off"
+        yield Problem((capture, key("parallel.strategy")), text)
+    if parallel.offload_optimizer:
+        text = "step records what a GPU does and offload_optimizer updates on the host; use off or auto"
+        yield Problem((capture, key("parallel.offload_optimizer")), text)
+    if parallel.find_unused_parameters:
+        text = "find_unused_parameters asks the GPU in every step, which step cannot record; use off or auto"
+        yield Problem((capture, key("parallel.find_unused_parameters")), text)
+    if parallel.rounding == "stochastic" and parallel.compression in ("int8", "int4", "auto"):
+        text = "stochastic rounding draws by the number of the step, which step would record; use rounding: nearest"
+        yield Problem((capture, key("parallel.rounding")), text)
+
+
 def _sharding(config: Config) -> Iterator[Problem]:
     parallel, gpu, strategy = config.parallel, config.gpu, config.parallel.strategy
     where = key("parallel.strategy")
@@ -227,9 +248,7 @@ def _sharding(config: Config) -> Iterator[Problem]:
     elif parallel.offload_optimizer and gpu.mixed_precision == "fp16":
         text = "the loss scale of fp16 lives on the GPU and gradients would not; use bf16"
         yield Problem((key("parallel.offload_optimizer"), key("gpu.mixed_precision")), text)
-    if gpu.capture == "step" and strategy.startswith("zero"):
-        text = f"step records one device's work and strategy {strategy} works on several; use off or auto"
-        yield Problem((key("gpu.capture"), where), text)
+    yield from _captured(config)
     if config.memory.on_oom == "halve_micro_batch" and (strategy in SHARDED or parallel.compression != "off"):
         with_what, instead = (
             (f"strategy {strategy}", "zero1") if strategy in SHARDED else ("compression", "compression: off")
@@ -253,7 +272,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
     training, name = config.training, config.training.optimizer
     where = key("training.optimizer")
     if name == "adamw8bit" and config.parallel.strategy in SHARDED:
-        text = f"the state of adamw8bit lies in blocks, which strategy {config.parallel.strategy} cannot divide; use "
+        text = f"adamw8bit stores its state in blocks, which strategy {config.parallel.strategy} cannot divide; use "
         yield Problem((where, key("parallel.strategy")), f"{text}zero1, or adamw")
     if name in ("adamw8bit", "schedulefree") and config.gpu.capture != "off":
         text = f"{name} counts its steps on the host, and a captured step would always count the same; use adamw"
@@ -286,10 +305,10 @@ def _not_yet(config: Config) -> Iterator[Problem]:
 
 
 def check_buildable(config: Config, where: str) -> None:
-    """Refuse to build a model that only a script can.
+    """Refuse to build a model that only a script can build.
 
     Raises:
-        ConfigError: The config is that of a run of the Python API.
+        ConfigError: The config comes from a run of the Python API.
     """
     if isinstance(config.model, PythonModelConfig):
         script, name = config.model.script, config.model.class_name
@@ -299,7 +318,7 @@ def check_buildable(config: Config, where: str) -> None:
 
 
 def workload_name(config: Config) -> str:
-    """The workload in a word or two; of the Python API the script and the class of the model."""
+    """Return a short name of the workload; for the Python API, with the script and the class of the model."""
     model = config.model
     if not isinstance(model, PythonModelConfig):
         return config.workload

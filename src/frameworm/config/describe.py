@@ -1,4 +1,4 @@
-"""The words for a setting: what it takes, what was given, which known name is nearest."""
+"""How messages describe a setting: what it accepts, what was given, and the nearest known name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL_NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four"}
 
 
 def members(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """Every kind of value an annotation allows, each with the metadata that limits it."""
+    """Yield every type that an annotation allows, each with the metadata that limits it."""
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *extra = get_args(annotation)
@@ -31,17 +31,17 @@ def members(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[tuple[Any
 
 
 def kinds(field: FieldInfo) -> set[Any]:
-    """The plain types a field allows; a Literal counts as itself."""
+    """Return the plain types that a field allows; a Literal counts as itself."""
     return {kind for kind, _ in members(field.annotation)}
 
 
 def is_text(field: FieldInfo) -> bool:
-    """Whether any text is a value of this field."""
+    """True if the field accepts any text."""
     return str in kinds(field)
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The section class a field holds, if it holds one."""
+    """Return the section class that a field holds, if any."""
     for kind, _ in members(field.annotation):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
@@ -49,7 +49,7 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def expected(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """What a field takes, in words: `auto or a whole number, 1 or more`."""
+    """Describe in words what a field accepts: `auto or a whole number, 1 or more`."""
     words = allowed_words(annotation)
     phrases = [
         _phrase(kind, limits)
@@ -62,19 +62,19 @@ def expected(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def expected_of(field: FieldInfo) -> str:
-    """`expected` of a field of a section."""
+    """`expected` for a field of a section."""
     return expected(field.annotation, field.metadata)
 
 
 def allowed_words(annotation: Any) -> list[str]:
-    """The words among the values of an annotation."""
+    """Return the words among the values of an annotation."""
     plain = {kind for kind, _ in members(annotation)}
     words = [str(word) for kind, _ in members(annotation) if get_origin(kind) is Literal for word in get_args(kind)]
     return words + (["off"] if NoneType in plain else []) + (["true", "false"] if bool in plain else [])
 
 
 def item_annotation(annotation: Any) -> Any:
-    """The annotation of the items of a list or tuple annotation, or the annotation itself."""
+    """Return the annotation of the items of a list or tuple, or else the annotation itself."""
     for kind, _ in members(annotation):
         if get_origin(kind) in (list, tuple):
             return get_args(kind)[0]
@@ -102,7 +102,7 @@ def _phrase(kind: Any, metadata: Sequence[Any]) -> str:
 
 
 def _plural(annotation: Any) -> str:
-    """The items of a list: its words, or the kind of number."""
+    """Items of a list, in the plural: its words, or the kind of number."""
     words = allowed_words(annotation)
     if words:
         return ", ".join(words)
@@ -112,7 +112,7 @@ def _plural(annotation: Any) -> str:
 
 
 def _limits(metadata: Sequence[Any], comma: str) -> str:
-    """The range in words, from the limits pydantic keeps."""
+    """The allowed range in words, from pydantic's limits."""
     low: tuple[Any, bool] | None = None
     high: tuple[Any, bool] | None = None
     for limit in _flat(metadata):
@@ -133,7 +133,7 @@ def _limits(metadata: Sequence[Any], comma: str) -> str:
 
 
 def _flat(metadata: Iterable[Any]) -> Iterator[Any]:
-    """Limits may lie in the metadata or inside a FieldInfo there."""
+    """Yield the limits, which are in the metadata or inside a FieldInfo there."""
     for item in metadata:
         if isinstance(item, FieldInfo):
             yield from item.metadata
@@ -142,7 +142,7 @@ def _flat(metadata: Iterable[Any]) -> Iterator[Any]:
 
 
 def show(value: Any) -> str:
-    """A value as a message quotes it: short, one line, printable."""
+    """Format a value for a message: short, on one line, printable."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -160,7 +160,7 @@ def show(value: Any) -> str:
 
 
 def likeness(one: str, other: str) -> float:
-    """How alike two names are, from 0 to 1; case and dashes do not count."""
+    """Similarity of two names, from 0 to 1; case and dashes do not count."""
     return SequenceMatcher(None, _plain(one), _plain(other), autojunk=False).ratio()
 
 
@@ -169,12 +169,12 @@ def _plain(name: str) -> str:
 
 
 def nearest(given: str, names: Sequence[str]) -> tuple[str, float]:
-    """The name most like the given one, and how alike they are."""
+    """Return the most similar name and its similarity."""
     assert names
     best = max(names, key=lambda name: likeness(given, name))
     return best, likeness(given, best)
 
 
 def suggest(name: str, alike: float) -> str:
-    """The end of a message that names the nearest valid word."""
+    """End of a message: the nearest valid word."""
     return f"; did you mean {name}?" if alike >= CLOSE else f"; nearest is {name}"

@@ -14,6 +14,10 @@ from frameworm.config.model_sections import CustomModelConfig
 from frameworm.config.overrides import RESERVED, RESERVED_PREFIX
 from frameworm.config.schema import MODEL_SECTIONS, Config
 
+RESERVED_FOR = {
+    "FRAMEWORM_DATA": "folder of the data sets that tests and benchmarks read",
+    "FRAMEWORM_RANKS_PER_GPU": "ranks that may share a GPU",
+}
 INTRODUCTION = """\
 # The config file
 
@@ -31,12 +35,12 @@ training:
   lr: 3e-4
 ```
 
-A setting can be given in four places; the first one wins:
+A setting can be given in four places; the first one that has it wins:
 
 1. `--set training.lr=1e-3` on the command line; the value is YAML, so `--set observe.sinks=[jsonl,tensorboard]` works.
-   Of several for one key the last counts.
+   If a key is given several times, the last one counts.
 2. An environment variable: `FRAMEWORM_TRAINING_LR=1e-3`, or with two underscores between the parts,
-   `FRAMEWORM_TRAINING__LR=1e-3`. An empty variable counts as not set.
+   `FRAMEWORM_TRAINING__LR=1e-3`. An empty variable is ignored.
 3. The file.
 4. The default.
 
@@ -52,20 +56,20 @@ configs/mine.yaml:6: training.epoch: unknown key; did you mean training.epochs?
 --set gpu.device=gpu: gpu.device: expected one of auto, cpu, cuda, got 'gpu'; did you mean cpu?
 ```
 
-`off`, `no` and `false` mean the same, and so do `on`, `yes` and `true`, or `3e-4` and `3.0e-4`. Where `auto` depends on
-the machine it is decided when a run starts; the run's `config.yaml` holds what was decided.
+`off`, `no` and `false` mean the same, and so do `on`, `yes` and `true`, or `3e-4` and `3.0e-4`. If `auto` depends on
+the machine, it is decided when a run starts; the run's `config.yaml` contains the decision.
 """
 
 
 def markdown() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join([INTRODUCTION, *_reserved(), *_tables()]).rstrip() + "\n"
 
 
 def _reserved() -> Iterator[str]:
-    names = ", ".join(f"`{name}`" for name in sorted(RESERVED))
-    yield f"These variables are no settings and are left alone: {names} (folder of the data sets that the tests read)"
-    yield f"and all that begin with `{RESERVED_PREFIX}` (what frameworm's own processes tell each other).\n"
+    known = ", ".join(f"`{name}` ({RESERVED_FOR[name]})" for name in sorted(RESERVED))
+    yield f"These variables are not settings and are ignored here: {known}, and all that begin with `{RESERVED_PREFIX}`"
+    yield "(used between frameworm's own processes).\n"
 
 
 def _tables() -> Iterator[str]:

@@ -10,10 +10,10 @@ _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def parse_duration(text: str) -> float:
-    """Seconds from a time such as 90s, 10m or 1.5h.
+    """Convert a duration such as 90s, 10m or 1.5h to seconds.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The text is not a duration.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip().lower())
     if match is None or not float(match[1]):

@@ -1,4 +1,4 @@
-"""The names of all settings, and which of them a wrong name was meant to be."""
+"""The names of all settings, and which of them a wrong name probably meant."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from frameworm.config.describe import CLOSE, likeness, section_of, suggest
 KeyPath = tuple[str | int, ...]
 Tree = dict[KeyPath, FieldInfo]
 
-# What the same setting is called elsewhere.
+# Names of the same setting in other libraries.
 ELSEWHERE: dict[str, KeyPath] = {
     "amp": ("gpu", "mixed_precision"),
     "batch": ("training", "global_batch"),
@@ -39,7 +39,7 @@ ELSEWHERE: dict[str, KeyPath] = {
 
 
 def dotted(path: KeyPath) -> str:
-    """A path as users write it: `observe.sinks[0]`."""
+    """Format a path as users write it: `observe.sinks[0]`."""
     text = ""
     for part in path:
         if isinstance(part, int):
@@ -51,7 +51,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def key_tree(root: type[BaseModel], model_section: type[BaseModel] | None = None) -> Tree:
-    """Every setting below a section class, sections included; the workload's model section stands for `model`."""
+    """Return every setting below a section class, including sections; `model` follows the workload's model section."""
     return dict(_walk(root, (), model_section))
 
 
@@ -67,12 +67,12 @@ def _walk(
 
 
 def is_section(tree: Tree, path: KeyPath) -> bool:
-    """Whether the key holds further keys and nothing else."""
+    """True if the key is a top-level section."""
     return len(path) == 1 and path in tree and section_of(tree[path]) is not None
 
 
 def nearest_key(unknown: KeyPath, tree: Tree) -> tuple[KeyPath, float]:
-    """The setting that an unknown key was most likely meant to be, and how alike they are.
+    """Return the setting that an unknown key most likely meant, and how similar they are.
 
     The same name in another section wins, then a similar one in the same section, then a similar one anywhere.
     """
@@ -91,7 +91,7 @@ def nearest_key(unknown: KeyPath, tree: Tree) -> tuple[KeyPath, float]:
         return sibling, sibling_likeness
     if siblings or len(unknown) == 1:
         return anyone or (), anyone_likeness
-    # The section itself is misspelt, so the whole name is compared.
+    # The section itself is misspelt, so compare the whole name.
     return max(((path, likeness(whole, dotted(path))) for path in tree), key=lambda pair: pair[1])
 
 
@@ -103,6 +103,6 @@ def _best(leaf: str, paths: Sequence[KeyPath]) -> tuple[KeyPath | None, float]:
 
 
 def unknown_key_text(unknown: KeyPath, tree: Tree) -> str:
-    """The message for a key that is no setting; always names the nearest one."""
+    """Message for an unknown key, with the nearest valid one."""
     path, alike = nearest_key(unknown, tree)
     return "unknown key" + suggest(dotted(path), alike)

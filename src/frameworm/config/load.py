@@ -30,7 +30,10 @@ from frameworm.config.source import SourceReader, YamlError, write_yaml
 from frameworm.errors import ConfigError
 
 _MOST_BYTES = 2**20
-WHAT_A_CONFIG_IS = "a config is a mapping of sections such as model, data and training; see configs/quickstart.yaml"
+WHAT_A_CONFIG_IS = (
+    "a config is a mapping of sections such as model, data and training; `frameworm init quickstart` writes one"
+)
+_QUICKSTART = "quickstart.yaml"  # named in every guide, and absent where only the package is installed
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
@@ -39,8 +42,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mappin
     Args:
         path: YAML file.
         overrides: Settings such as `training.lr=3e-4`; they win over everything, the later over the earlier.
-        environ: Variables to take FRAMEWORM_* from; those of the process unless given. Pass `{}` to read back the
-            config of a stored run.
+        environ: Variables to take FRAMEWORM_* from; default: those of the process. Pass `{}` to read back the config of
+            a stored run.
 
     Returns:
         The config, with the cache folder filled in; `resolve` does the rest.
@@ -55,11 +58,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mappin
 def load_config_from_text(
     text: str, label: str, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> Config:
-    """Check the text of a config file, such as `RunFolder.read_config` gives it.
+    """Check the text of a config file, for instance from `RunFolder.read_config`.
 
     Args:
         text: YAML.
-        label: What messages call it.
+        label: Name of the source in messages.
         overrides: As in `load_config`.
         environ: As in `load_config`.
 
@@ -80,10 +83,10 @@ def load_config_from_text(
 
 
 def load_runnable(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """As `load_config`, for a config that something is to be trained by.
+    """Like `load_config`, for a config that will be used to train.
 
     Raises:
-        ConfigError: There is a problem, or it is the config of a run of the Python API.
+        ConfigError: There is a problem, or the config comes from a run of the Python API.
     """
     config = load_config(path, overrides)
     check_buildable(config, show_path(path))
@@ -96,7 +99,7 @@ def load_config_from_mapping(
     """Build and check a config from plain values, laid out as in the file.
 
     Args:
-        values: Sections and settings; not changed.
+        values: Sections and settings; they are not modified.
         overrides: As in `load_config`.
         environ: As in `load_config`.
 
@@ -109,14 +112,14 @@ def load_config_from_mapping(
 
 
 def dump_config(config: Config, without: Mapping[str, Collection[str] | None] | None = None) -> str:
-    """The config as YAML that `load_config` reads back to an equal one.
+    """Return the config as YAML that `load_config` reads back to an equal config.
 
     Args:
         config: Any config.
-        without: Keys to leave out, by section; None for all of a section.
+        without: Keys to omit, by section; None omits the whole section.
 
     Raises:
-        ConfigError: The model section of an own workload holds something that is no plain value.
+        ConfigError: The model section of a custom workload contains something other than plain values.
     """
     try:
         left_out: Any = {section: True if keys is None else set(keys) for section, keys in (without or {}).items()}
@@ -126,10 +129,10 @@ def dump_config(config: Config, without: Mapping[str, Collection[str] | None] | 
 
 
 def default_cache_dir(environ: Mapping[str, str]) -> str:
-    """The user's cache folder for frameworm.
+    """Return the user's cache folder for frameworm.
 
     Args:
-        environ: Variables; XDG_CACHE_HOME is honoured when it is absolute, as its specification says.
+        environ: Variables; XDG_CACHE_HOME is honoured only if it is absolute, as its specification requires.
     """
     cache_home = Path(environ.get("XDG_CACHE_HOME", ""))
     if not cache_home.is_absolute():
@@ -174,7 +177,7 @@ def _build(
 
 
 def _workload(values: Mapping[str, Any], overrides: Sequence[str], variables: Mapping[str, str]) -> Any:
-    """The workload that will win; it is needed first, because it decides which keys `model` has."""
+    """The workload that will take effect. It is needed first, because it decides which keys `model` has."""
     workload = values.get("workload", "text_classifier")
     workload = variables.get(f"{PREFIX}WORKLOAD") or workload
     for text in overrides:
@@ -185,7 +188,7 @@ def _workload(values: Mapping[str, Any], overrides: Sequence[str], variables: Ma
 
 
 def _plain_copy(value: Any) -> Any:
-    """A copy that can be merged into: mappings become dicts and tuples lists, all the way down."""
+    """A copy that can be merged into: mappings become dicts and tuples become lists, recursively."""
     if isinstance(value, BaseModel):
         value = value.model_dump()
     if isinstance(value, Mapping):
@@ -196,7 +199,7 @@ def _plain_copy(value: Any) -> Any:
 
 
 def show_path(path: str | Path) -> str:
-    """A path as messages show it."""
+    """Format a path for messages."""
     text = str(path)
     return text if text.isprintable() else repr(text)[1:-1]
 
@@ -204,7 +207,7 @@ def show_path(path: str | Path) -> str:
 def _read_text(path: str | Path, label: str) -> str:
     file = Path(path)
     try:
-        with file.open("rb") as opened:  # not only plain files: `--config <(command)` is a pipe
+        with file.open("rb") as opened:  # any file that can be read: `--config <(command)` is a pipe
             content = opened.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise ConfigError(f"{label}: larger than a config can be ({_MOST_BYTES // 2**20} MiB)")
@@ -225,8 +228,8 @@ def _similar_file(file: Path) -> str:
     try:
         names = [entry.name for entry in file.parent.iterdir() if entry.suffix in (".yaml", ".yml")]
     except OSError:
-        return ""
-    if not names:
-        return ""
-    name, alike = nearest(file.name, names)
-    return f"; did you mean {show_path(file.parent / name)}?" if alike >= CLOSE else ""
+        names = []
+    name, alike = nearest(file.name, names) if names else ("", 0.0)
+    if alike >= CLOSE:
+        return f"; did you mean {show_path(file.parent / name)}?"
+    return f"; `frameworm init quickstart` writes {_QUICKSTART}" if file.name == _QUICKSTART else ""

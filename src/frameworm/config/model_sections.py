@@ -1,4 +1,4 @@
-"""The `model` sections of the built-in workloads, and of your own."""
+"""The `model` sections of the built-in workloads and of custom ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from frameworm.config.section import Auto, Count, OffNone, Section
 
 
 def _check_heads(d_model: int, n_heads: int) -> None:
-    """Every head takes an equal share of the width."""
+    """Check that every head gets an equal part of the width."""
     if d_model % n_heads:
         fits = [heads for heads in range(1, min(d_model, 4096) + 1) if d_model % heads == 0]
         below = [heads for heads in fits if heads < n_heads][-1:]
@@ -27,8 +27,8 @@ def _check_heads(d_model: int, n_heads: int) -> None:
 Residual = Annotated[
     Literal["fp32", "half"],
     Field(
-        description="Numbers of the stream that layers add to; half: those of gpu.mixed_precision, which takes half "
-        "the memory and rounds at every layer."
+        description="Precision of the residual stream; half: that of gpu.mixed_precision, which takes half the memory "
+        "and rounds at every layer."
     ),
 ]
 
@@ -73,8 +73,8 @@ class GPTModelConfig(Section):
     )
     fused_loss: bool | Auto = Field(
         default="auto",
-        description="Compute the loss a part of the tokens at a time, so that the logits are never held whole; auto: "
-        "on a GPU, from 8,192 words on.",
+        description="Compute the loss for a chunk of tokens at a time, so that the full logits are never in memory; "
+        "auto: on a GPU, if the vocabulary has at least 8,192 entries.",
     )
     residual: Residual = "fp32"
     init_from: Annotated[str | None, OffNone] = Field(
@@ -89,7 +89,7 @@ class GPTModelConfig(Section):
 
 
 class CustomModelConfig(Section):
-    """Settings of your own workload: any keys, handed to your function as they are."""
+    """Settings of your own workload: any keys, passed to your function unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -100,7 +100,7 @@ class CustomModelConfig(Section):
 
 
 class PythonModelConfig(CustomModelConfig):
-    """What a run of the Python API trained. It is written down for readers: nothing can be built from it."""
+    """The model of a run of the Python API. It is only for the record: nothing can be built from it."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -117,7 +117,7 @@ OWN_WORKLOAD = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-
 
 
 def model_section_of(workload: object) -> type[Section] | None:
-    """The class of the `model` section under a workload; None when there is no such workload."""
+    """Return the class of the `model` section for a workload; None if there is no such workload."""
     if not isinstance(workload, str):
         return None
     if workload == PYTHON_WORKLOAD:

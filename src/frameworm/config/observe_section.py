@@ -1,4 +1,4 @@
-"""The `observe` section: what is written down about a run, and what it is held against."""
+"""The `observe` section: what is recorded about a run, and which targets it should reach."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field
 
 from frameworm.config.section import Auto, Count, OffNone, OffWord, Section, Share
 
-# Settings of loggers, which have no effect on training itself.
+# Settings of loggers; they do not affect training itself.
 LOGGER_SETTINGS = (
     "loggers",
     "log_interval_s",
@@ -23,26 +23,26 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class TargetsConfig(Section):
-    """What a run should reach; each is graded in the summary, and `frameworm guard --targets` fails on a miss."""
+    """What a run should reach. The summary grades each target, and `frameworm guard --targets` fails on a miss."""
 
     gpu_busy: Annotated[Share | None, OffNone] = Field(
-        default=0.85, description="Least share of the time in which a kernel runs; off does not grade it."
+        default=0.85, description="Least fraction of the time in which a kernel runs; off does not grade it."
     )
     gpu_memory: Annotated[Share | None, OffNone] = Field(
-        default=0.7, description="Least share of the GPU's memory in use at once."
+        default=0.7, description="Least fraction of the GPU's memory in use at the peak."
     )
-    cpu: Annotated[Share | None, OffNone] = Field(default=0.8, description="Most that the cores may be busy.")
+    cpu: Annotated[Share | None, OffNone] = Field(default=0.8, description="Largest busy fraction of the cores.")
     io_wait: Annotated[Share | None, OffNone] = Field(
-        default=0.1, description="Most of the cores' time that may go by waiting for disks."
+        default=0.1, description="Largest fraction of the cores' time spent waiting for disks."
     )
     host_memory: Annotated[Share | None, OffNone] = Field(
-        default=0.8, description="Most of the machine's memory that may be in use."
+        default=0.8, description="Largest fraction of the machine's memory in use."
     )
     samples_per_s: Annotated[Positive | None, OffNone] = Field(
-        default=1000.0, description="Least throughput, over all ranks."
+        default=1000.0, description="Least throughput over all ranks."
     )
     mfu: Annotated[Share | None, OffNone] = Field(
-        default=None, description="Least share of the GPU's peak that the model's own FLOPs reach."
+        default=None, description="Least fraction of the GPU's peak that the model's own FLOPs reach."
     )
     checkpoint_save_s: Annotated[Positive | None, OffNone] = Field(
         default=1.0, description="Most seconds from asking for a checkpoint until it is durable."
@@ -51,10 +51,10 @@ class TargetsConfig(Section):
         default=1.0, description="Most seconds that training may stand still for a checkpoint."
     )
     quality: Annotated[float | None, OffNone] = Field(
-        default=None, description="Value of quality_metric that the training is to reach."
+        default=None, description="Value of quality_metric that training should reach."
     )
     quality_metric: Literal["val_accuracy", "val_loss", "train_loss"] = Field(
-        default="val_accuracy", description="What quality is a value of."
+        default="val_accuracy", description="Metric that quality refers to."
     )
     time_to_quality_s: Annotated[Positive | None, OffNone] = Field(
         default=None, description="Most seconds of training until quality is reached; off takes any time."
@@ -71,10 +71,10 @@ class TensorBoardConfig(Section):
 
 
 class WandbConfig(Section):
-    """The run on Weights & Biases; who you are is known to W&B from `wandb login` or WANDB_API_KEY."""
+    """The run on Weights & Biases; log in with `wandb login` or WANDB_API_KEY."""
 
     project: Annotated[str | None, OffNone] = Field(
-        default=None, description="Project; not set: as W&B's own settings say."
+        default=None, description="Project; not set: from W&B's own settings."
     )
     entity: Annotated[str | None, OffNone] = Field(default=None, description="User or team; not set: the default one.")
     folder: Annotated[str | None, OffNone] = Field(
@@ -88,16 +88,16 @@ class MlflowConfig(Section):
 
     uri: Annotated[str | None, OffNone] = Field(
         default=None,
-        description="Server or database, such as sqlite:///mlflow.db; not set: as MLFLOW_TRACKING_URI says, else "
+        description="Server or database, such as sqlite:///mlflow.db; not set: MLFLOW_TRACKING_URI, else "
         "MLflow's default.",
     )
     experiment: Annotated[str | None, OffNone] = Field(
-        default=None, description="Experiment; not set: as MLFLOW_EXPERIMENT_NAME says, else the name of the run."
+        default=None, description="Experiment; not set: MLFLOW_EXPERIMENT_NAME, else the name of the run."
     )
 
 
 class TrackioConfig(Section):
-    """The run in trackio, whose files lie where TRACKIO_DIR says."""
+    """The run in trackio, whose files are in TRACKIO_DIR."""
 
     project: Annotated[str | None, OffNone] = Field(default=None, description="Project; not set: the name of the run.")
     space: Annotated[str | None, OffNone] = Field(
@@ -114,7 +114,7 @@ class CsvConfig(Section):
 
 
 class ObserveConfig(Section):
-    """What is written down about a run."""
+    """What is recorded about a run."""
 
     sinks: list[Literal["jsonl", "tensorboard"]] = Field(
         default=["jsonl"], description="Where step records go; tensorboard is the logger of that name."
@@ -139,12 +139,14 @@ class ObserveConfig(Section):
         default="off",
         description="window: torch.profiler over a few steps, as trace-rank{r}.pt.trace.json.gz.",
     )
-    trace_wait: int = Field(default=10, ge=0, description="Steps before each window that the profiler leaves alone.")
+    trace_wait: int = Field(default=10, ge=0, description="Steps before each window without the profiler.")
     trace_warmup: int = Field(
-        default=2, ge=0, description="Steps with the profiler on that are thrown away: it slows the first ones most."
+        default=2,
+        ge=0,
+        description="Steps with the profiler on that are discarded, because it slows the first ones most.",
     )
     trace_active: Count = Field(default=5, description="Steps of a window that are recorded.")
-    trace_repeat: Count = Field(default=1, description="Number of windows, each in a file of its own.")
+    trace_repeat: Count = Field(default=1, description="Number of windows, each in its own file.")
     trace_operators: Count = Field(
         default=10, description="Operators and kernels in each list of the trace's summary, the largest first."
     )
@@ -154,8 +156,8 @@ class ObserveConfig(Section):
     system_interval_s: Annotated[float | None, OffNone] = Field(
         default=1.0,
         gt=0,
-        description="Seconds between two looks at GPU, cores, memory and network, shorter in the first seconds; off "
-        "takes none.",
+        description="Seconds between samples of GPU, cores, memory and network, shorter in the first seconds; off "
+        "takes no samples.",
     )
     progress: bool | Auto = Field(
         default="auto", description="Progress line; auto shows it on terminals and in notebooks."

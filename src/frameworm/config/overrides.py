@@ -1,4 +1,4 @@
-"""Settings given outside the file: `--set a.b=v` and `FRAMEWORM_A_B=v`, matched against the schema."""
+"""Settings from outside the file: `--set a.b=v` and `FRAMEWORM_A_B=v`, matched against the schema."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from frameworm.config.source import YamlError, parse_value
 
 PREFIX = "FRAMEWORM_"
 
-# Variables with the prefix that are no settings. FRAMEWORM_DATA: folder of the data sets that the tests read.
-RESERVED = frozenset({"FRAMEWORM_DATA"})
-# What frameworm's own processes tell each other.
+# Variables with the prefix that are not settings. FRAMEWORM_DATA: folder of the data sets that the tests read.
+# FRAMEWORM_RANKS_PER_GPU: read by launch/environment.py.
+RESERVED = frozenset({"FRAMEWORM_DATA", "FRAMEWORM_RANKS_PER_GPU"})
+# Variables that frameworm's own processes pass to each other.
 RESERVED_PREFIX = "FRAMEWORM_INTERNAL_"
 
 
 class Assignment(NamedTuple):
-    """One setting given outside the file."""
+    """One setting from outside the file."""
 
     path: KeyPath
     value: Any
@@ -28,14 +29,14 @@ class Assignment(NamedTuple):
 
 
 def variable_name(path: KeyPath) -> str:
-    """The environment variable of a setting."""
+    """Return the environment variable of a setting."""
     return PREFIX + "_".join(str(part) for part in path).upper()
 
 
 def assignments_of_environment(
     environ: Mapping[str, str], tree: Tree, own_workload: bool
 ) -> Iterator[Assignment | Problem]:
-    """Every FRAMEWORM_* variable as an assignment or a problem; an empty one counts as not set."""
+    """Yield every FRAMEWORM_* variable as an assignment or a problem; empty variables are ignored."""
     settings = {path: field for path, field in tree.items() if not is_section(tree, path)}
     known = {variable_name(path): path for path in settings}
     for name in sorted(environ):
@@ -55,7 +56,7 @@ def assignments_of_environment(
 
 
 def _guess(name: str, tree: Tree) -> KeyPath:
-    """The path an unknown variable seems to mean: its section, if it begins with one, and the rest."""
+    """The path that an unknown variable seems to mean: its section, if it begins with one, and the rest."""
     for path in tree:
         if is_section(tree, path) and name.startswith(f"{path[0]}_"):
             return (path[0], name[len(str(path[0])) + 1 :])
@@ -65,7 +66,7 @@ def _guess(name: str, tree: Tree) -> KeyPath:
 def assignments_of_overrides(
     overrides: Sequence[str], tree: Tree, own_workload: bool
 ) -> Iterator[Assignment | Problem]:
-    """Every `a.b=v` as an assignment or a problem."""
+    """Yield every `a.b=v` as an assignment or a problem."""
     for text in overrides:
         origin = Origin(f"--set {_one_line(text)}", rank=FROM_OVERRIDE)
         name, equals, raw = text.partition("=")
@@ -83,7 +84,7 @@ def _assignment(path: KeyPath, raw: str, tree: Tree, origin: Origin) -> Assignme
     try:
         value = parse_value(raw)
     except YamlError as error:
-        # A path or a name is text whatever YAML thinks of it.
+        # A path or a name is text, even if it is not valid YAML.
         return Assignment(path, raw, origin) if takes_text else Problem((path,), str(error), origin=origin)
     if takes_text and value is not None and value is not False and not isinstance(value, str):
         value = raw.strip()
@@ -96,7 +97,7 @@ def _one_line(text: str) -> str:
 
 
 def assign(values: dict[str, Any], origins: Origins, assignment: Assignment) -> None:
-    """Put one assignment over what is there; mappings are merged key by key."""
+    """Apply one assignment to the values; mappings are merged key by key."""
     path, value, origin = assignment
     target: Any = values
     for depth, part in enumerate(path[:-1], start=1):
@@ -104,7 +105,7 @@ def assign(values: dict[str, Any], origins: Origins, assignment: Assignment) -> 
         if inner is None or (depth > 1 and not isinstance(inner, dict)):
             inner = target[part] = {}
         if not isinstance(inner, dict):
-            # A section that is no mapping is reported where it stands.
+            # A section that is not a mapping is reported by the validation.
             return
         target = inner
     _put(target, path, value, origin, origins)

@@ -1,4 +1,4 @@
-"""Problems of a config as data, and how they become one line each."""
+"""Problems of a config as data, and how each becomes one line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Origin:
 class Origins(dict[KeyPath, Origin]):
     """The origin of every value that was given.
 
-    Where a setting came from is no part of what it is, so all of these are equal.
+    All instances are equal, because the origin of a setting is not part of its value.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -59,13 +59,13 @@ class Origins(dict[KeyPath, Origin]):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One mistake in a config.
 
     Attributes:
-        keys: The keys that take part; the message names the one that was given last, or the first.
+        keys: The keys involved; the message names the one given last, or else the first.
         text: What is wrong and what to do.
-        at: Further keys whose place is worth showing when none of `keys` was given.
-        origin: The place, where it is known already.
+        at: Further keys whose place is worth showing if none of `keys` was given.
+        origin: The place, if it is already known.
     """
 
     keys: tuple[KeyPath, ...]
@@ -75,12 +75,12 @@ class Problem:
 
 
 def combination_error(keys: Sequence[str], text: str) -> PydanticCustomError:
-    """What a validator of a section raises when several of its keys do not fit together."""
+    """Build the error that a section's validator raises when several of its keys conflict."""
     return PydanticCustomError(COMBINATION, "{text}", {"keys": tuple(keys), "text": text})
 
 
 def make_error(problems: Iterable[Problem], origins: Origins, source: str = "") -> ConfigError:
-    """One error for all problems, one line each, in the order of the file, the variables and the overrides."""
+    """Build one error from all problems, one line each, in the order of the file, the variables and the overrides."""
     placed = [_place(problem, origins, source) for problem in problems]
     placed.sort(key=lambda item: (item[0].rank, item[0].line or 0))
     lines = []
@@ -107,7 +107,7 @@ def _place(problem: Problem, origins: Origins, source: str) -> tuple[Origin, str
 def problems_of(
     error: ValidationError, root: type[BaseModel], model_section: type[BaseModel] | None = None
 ) -> list[Problem]:
-    """What pydantic found, in our words, one problem per key."""
+    """Convert pydantic's errors to problems in our own words, one per key."""
     tree = key_tree(root, model_section)
     found: dict[KeyPath, Problem] = {}
     for line in error.errors(include_url=False):
@@ -122,7 +122,7 @@ def problems_of(
 
 
 def _path(loc: KeyPath, tree: Tree, kind: str) -> KeyPath:
-    """The key an error is about: its location without the names pydantic gives to the members of a union."""
+    """The key an error is about: its location without the names that pydantic gives to members of a union."""
     if kind in ("extra_forbidden", "invalid_key"):
         return tuple(str(part) for part in loc)
     for length in range(len(loc), 0, -1):

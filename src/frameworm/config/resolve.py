@@ -1,6 +1,6 @@
-"""From what a config asks for to what one run does: every `auto` that depends on the machine becomes a value.
+"""Turns a requested config into the config of one run: every `auto` that depends on the machine becomes a value.
 
-Pure functions: what the machine has is passed in, so that a laptop can resolve a config for a cluster.
+These are pure functions: facts about the machine are arguments, so that a laptop can resolve a config for a cluster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OTHER_BATCH_KEYS = tuple(key(f"training.{name}") for name in ("micro_batch", "ba
 
 
 class Batch(NamedTuple):
-    """The batch words; `global_batch` = `micro_batch` x `accumulation` x world size."""
+    """The batch sizes; `global_batch` = `micro_batch` x `accumulation` x world size."""
 
     global_batch: int
     micro_batch: int
@@ -33,23 +33,23 @@ def resolve(
 ) -> Config:
     """Decide what depends on the machine and the number of processes.
 
-    `data.num_workers` stays `auto` or `measure`: the loader knows the machine it runs on. `training.batch_size` becomes
-    `training.micro_batch`.
+    `data.num_workers` stays `auto` or `measure`, because the loader knows the machine it runs on. `training.batch_size`
+    becomes `training.micro_batch`.
 
     Args:
-        config: What was asked for; it is not changed.
+        config: The requested config; it is not modified.
         world_size: Number of processes.
         device: The best device of the machine.
-        bf16: Whether that device computes in bfloat16.
-        allow_uneven: After an elastic resize the global batch is kept although it does not divide; the micro-batch is
-            then the largest share of any process and never grows.
+        bf16: Whether that device supports bfloat16.
+        allow_uneven: After an elastic resize, keep the global batch even if it does not divide; the micro-batch is then
+            the largest of any process and never grows.
 
     Returns:
-        A copy in which the batch words, the device, the precision, the strategy and the like are concrete.
+        A copy in which batch sizes, device, precision, strategy and the like are concrete.
 
     Raises:
-        ConfigError: Settings that do not fit together or to this number of processes.
-        DeviceError: A GPU is asked for and there is none.
+        ConfigError: Settings conflict with each other or with this number of processes.
+        DeviceError: A GPU is requested and there is none.
     """
     assert world_size >= 1, world_size
     check(config)
@@ -95,19 +95,19 @@ def resolve(
 
 
 class BatchError(ValueError):
-    """The batch words cannot all hold."""
+    """The batch sizes contradict each other."""
 
 
 def batch_of(training: TrainingConfig, world_size: int, allow_uneven: bool = False) -> Batch:
-    """The batch words of a run.
+    """Compute the batch sizes of a run.
 
     Args:
-        training: The settings; any of the words may be missing.
+        training: The settings; any of the sizes may be missing.
         world_size: Number of processes.
         allow_uneven: See `resolve`.
 
     Raises:
-        BatchError: They do not divide; the message names the nearest sizes that do.
+        BatchError: The sizes do not divide; the message names the nearest sizes that do.
     """
     micro = training.batch_size if training.micro_batch == "auto" else training.micro_batch
     accumulation = None if training.accumulation == "auto" else training.accumulation
@@ -123,7 +123,7 @@ def batch_of(training: TrainingConfig, world_size: int, allow_uneven: bool = Fal
         steps = accumulation or (1 if micro is None else total // (micro * world_size))
         return Batch(total, total // (world_size * steps), steps)
     if allow_uneven and total >= world_size:
-        # More passes rather than larger ones: what fitted in memory before still fits.
+        # More passes rather than larger ones, so that what fitted in memory before still fits.
         steps = _divide_up(total, world_size * micro) if micro is not None else accumulation or 1
         steps = min(steps, _divide_up(total, world_size))
         return Batch(total, _divide_up(total, world_size * steps), steps)
@@ -131,7 +131,7 @@ def batch_of(training: TrainingConfig, world_size: int, allow_uneven: bool = Fal
 
 
 def _halved(config: Config, batch: Batch) -> Batch:
-    """A pass for each half of a bucketed step, whose lengths differ, unless the user has chosen the passes."""
+    """One pass for each half of a bucketed step, whose lengths differ, unless the user has set the passes."""
     training = config.training
     chosen = training.batch_size is not None or training.micro_batch != "auto" or training.accumulation != "auto"
     if chosen or config.data.batching != "bucketed" or batch.micro_batch % 2:
@@ -140,7 +140,7 @@ def _halved(config: Config, batch: Batch) -> Batch:
 
 
 def growing_batch_note(training: TrainingConfig, world_size: int) -> str | None:
-    """Say that the batch was given per device, so that the global batch is the larger the more ranks there are."""
+    """Return a note if the batch was given per device, so that the global batch grows with the number of ranks."""
     per_device = training.batch_size if training.micro_batch == "auto" else training.micro_batch
     if world_size == 1 or training.global_batch is not None or per_device is None:
         return None
@@ -168,7 +168,7 @@ def _does_not_fit(total: int, unit: int, world_size: int, micro: int | None, acc
 
 
 def _world_problems(config: Config, world_size: int, device: str) -> list[Problem]:
-    """What the number of processes and the device rule out."""
+    """Conflicts with the number of processes and the device."""
     strategy, backend = config.parallel.strategy, config.parallel.backend
     found = []
     if strategy in ("single", "dp") and world_size > 1:
@@ -195,19 +195,19 @@ def _precision(asked: str, device: str, bf16: bool) -> str:
 
 
 def _eval_batch(workload: str, micro_batch: int) -> int:
-    """Without backward there is room for more; what a model of the user's own can take is not known."""
+    """Without backward a larger batch fits; what a custom model can take is unknown."""
     return max(micro_batch, SMALLEST_EVAL_BATCH) if workload == "text_classifier" else micro_batch
 
 
 def _capture(config: Config, device: str) -> str:
-    """auto is for GPUs, and decides by the clock, which deterministic runs must not."""
+    """Resolve auto: only on a GPU, and not for deterministic runs, because auto decides by measured time."""
     if config.gpu.capture == "auto" and (device == "cpu" or config.gpu.deterministic):
         return "off"
     return config.gpu.capture
 
 
 def _resident(config: Config, device: str) -> Any:
-    """auto is for packed batches on a GPU, where the size of the data set decides, which the loader knows."""
+    """Resolve auto: only for packed batches on a GPU, where the loader decides by the size of the data set."""
     if config.data.batching == "packed":
         return config.data.resident if device == "cuda" else False
     return config.data.resident is True
@@ -223,7 +223,7 @@ def _copy(config: Config, **changes: dict[str, Any]) -> Config:
 
 
 def effective_lr(config: Config) -> float:
-    """The peak learning rate after `training.lr_scaling`.
+    """Return the peak learning rate after `training.lr_scaling`.
 
     Args:
         config: A resolved config.

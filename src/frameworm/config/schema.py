@@ -1,7 +1,7 @@
-"""What a run is told to do: one typed section per concern, a sentence on each field.
+"""The settings of a run: one typed section per concern, with a sentence on each field.
 
 No torch here: a config is checked on a laptop, before any process starts. Values that depend on the machine or on the
-number of processes are written `auto`; `config.resolve` turns them into numbers once, and the run folder keeps those.
+number of processes are written `auto`; `config.resolve` replaces them once, and the run folder stores the result.
 """
 
 from __future__ import annotations
@@ -51,29 +51,29 @@ class ParallelConfig(Section):
         "without it auto takes what only rounds (bf16, int8, int4).",
     )
     compression_ratio: float = Field(
-        default=0.01, gt=0, le=0.5, description="Share of the values that topk sends in each step."
+        default=0.01, gt=0, le=0.5, description="Fraction of the values that topk sends in each step."
     )
     powersgd_rank: int = Field(default=1, ge=1, le=64, description="Rank of powersgd's matrices.")
     rounding: Literal["nearest", "stochastic"] = Field(
         default="nearest", description="How int8 and int4 round; stochastic is right on average in every step."
     )
     error_feedback: bool = Field(
-        default=True, description="Send in the next step what compression lost in this one; off only to see the damage."
+        default=True, description="Add what compression lost in this step to the next one; off only for comparisons."
     )
     sync_every: int = Field(
         default=1,
         ge=1,
-        description="Average the models after so many steps instead of the gradients in each (local SGD); above 1 the "
-        "mathematics are others, not only the speed.",
+        description="Steps between averages of the models; 1 averages the gradients in every step instead. Above 1 "
+        "(local SGD) this changes numerics, not only speed.",
     )
     check_replicas: Annotated[int | None, OffNone] = Field(
-        default=None, ge=1, description="Compare the parameters of all ranks bit by bit after so many steps; to debug."
+        default=None, ge=1, description="Compare all ranks' parameters bit by bit every this many steps, for debugging."
     )
     bucket_cap_mb: float = Field(default=25.0, gt=0, description="Size of DDP's gradient buckets.")
     first_bucket_mb: float = Field(
         default=1.0,
         gt=0,
-        description="Size of DDP's first bucket; a small one is on its way early. Before torch 2.13 it counts only "
+        description="Size of DDP's first bucket; a small one is sent early. Before torch 2.13 it only takes effect "
         "with the default bucket_cap_mb.",
     )
     gradient_as_bucket_view: bool = Field(
@@ -89,8 +89,8 @@ class ParallelConfig(Section):
     watchdog_s: Annotated[float | None, OffNone] = Field(
         default=300.0,
         gt=0,
-        description="End all ranks, naming those that did not arrive, when no rank has come to another step or "
-        "collective for so many seconds (twice that in the first step); off waits for timeout_s.",
+        description="Seconds without a new step or collective on any rank after which all ranks are stopped and the "
+        "missing ones named (twice that in the first step); off waits for timeout_s.",
     )
 
 
@@ -132,7 +132,7 @@ class DataConfig(Section):
     vocab_size: int = Field(default=8192, ge=64, description="Size of a vocabulary that is trained here.")
     cache_dir: str = Field(default="auto", description="Folder of the token cache; auto is the user's cache folder.")
     limit: Annotated[Count | None, OffNone] = Field(
-        default=None, description="Use only the first n training samples, for a quick look."
+        default=None, description="Use only the first n training samples, for a quick test."
     )
     num_workers: Annotated[int, Field(ge=0)] | Literal["auto", "measure"] = Field(
         default="auto",
@@ -170,7 +170,7 @@ class DataConfig(Section):
     drop_last: bool = Field(default=False, description="Leave out the last, short step of an epoch.")
     on_error: Literal["raise", "skip"] = Field(
         default="raise",
-        description="A sample that cannot be read: stop, or take the next one in its place and name it in the summary.",
+        description="If a sample cannot be read: stop, or use the next one instead and name it in the summary.",
     )
 
 
@@ -182,7 +182,7 @@ class GPUConfig(Section):
         default=None, description="GPUs of the dp strategy, or the one GPU to use."
     )
     memory_fraction: float = Field(
-        default=0.9, gt=0, le=1, description="Share of the GPU's memory this process may take."
+        default=0.9, gt=0, le=1, description="Fraction of the GPU's memory this process may use."
     )
     mixed_precision: Annotated[Literal["auto", "bf16", "fp16", "off"], OnAuto] = Field(
         default="auto", description="auto: bf16 on GPUs that have it, else fp16; off on CPU."
@@ -197,7 +197,7 @@ class GPUConfig(Section):
         "once for all its instances, so that deep models start sooner.",
     )
     combine_kernels: bool = Field(
-        default=False, description="The compiler puts small kernels that do not depend on each other into one launch."
+        default=False, description="Let the compiler launch small independent kernels together."
     )
     use_flash_attention: bool | Literal["auto", "cudnn"] = Field(
         default="auto",
@@ -206,21 +206,22 @@ class GPUConfig(Section):
     )
     benchmark: bool = Field(default=True, description="Let cuDNN and cuBLAS time algorithms; not if deterministic.")
     deterministic: bool = Field(default=False, description="Same seed, same bits; wins over every faster choice.")
-    capture: Annotated[Literal["off", "step", "auto"], OffWord] = Field(
+    capture: Annotated[Literal["off", "step", "auto", "rehearse"], OffWord] = Field(
         default="off",
-        description="Replay the whole step as one CUDA graph per shape of batch; auto tries first whether that agrees "
-        "with the eager step and is faster.",
+        description="Replay the whole step as one CUDA graph per batch shape; auto first tests whether that matches "
+        "the eager step and is faster; rehearse runs the code that step would record, without a graph, so that the "
+        "two can be compared bit by bit.",
     )
     padding_free: bool = Field(
         default=False,
-        description="Leave padding out between the first and the last block of a Hugging Face model, where the batch's "
-        "attention_mask says what is padding; the samples of a step stay the same.",
+        description="Remove padding, as given by the batch's attention_mask, between the first and the last block of a "
+        "Hugging Face model; the samples of a step stay the same.",
     )
     tf32: bool = Field(default=True, description="TensorFloat-32 for fp32 matrix products.")
     channels_last: bool | Auto = Field(
         default="auto",
-        description="Images with channels last; auto: for convolutions in half precision on a GPU, unless the model is "
-        "compiled: the compiler chooses.",
+        description="Channels-last memory format for images; auto: for convolutions in half precision on a GPU, unless "
+        "the model is compiled, because then the compiler chooses.",
     )
     fused_optimizer: bool | Auto = Field(
         default="auto", description="One kernel for the whole update where torch has one."
@@ -231,7 +232,7 @@ class MemoryConfig(Section):
     """Limits on memory."""
 
     activation_checkpointing: Annotated[Literal["off", "full", "selective"], OffWord] = Field(
-        default="off", description="Recompute layers in backward to save memory: whole, or all but costly products."
+        default="off", description="Recompute layers in backward to save memory: entirely, or all but costly products."
     )
     checkpoint_modules: Annotated[list[str] | None, OffNone] = Field(
         default=None,
@@ -241,27 +242,25 @@ class MemoryConfig(Section):
         default=85.0,
         gt=0,
         le=100,
-        description="A run that grows beyond this share of its memory (GPU or host) saves its state and stops.",
+        description="A run that grows beyond this percentage of its memory (GPU or host) saves its state and stops.",
     )
     gc_threshold: float = Field(
         default=70.0,
         ge=0,
         le=100,
-        description="Growth beyond this share collects garbage, trims the device's cache, and warns.",
+        description="A run that grows beyond this percentage collects garbage, trims the device's cache, and warns.",
     )
     monitoring_interval: float = Field(
-        default=30.0, gt=0, description="Seconds between two looks at the memory, taken between steps."
+        default=30.0, gt=0, description="Seconds between memory checks, which happen between steps."
     )
     enable_automatic_gc: bool = Field(
         default=True,
-        description="Run Python's collector between steps, by step number, over what training makes; off: at random.",
+        description="Run Python's garbage collector between steps, at fixed step numbers; off: as Python decides.",
     )
-    cache_size_limit: int = Field(
-        default=2**30, ge=0, description="Bytes of device cache that no step has used so far and that are kept."
-    )
+    cache_size_limit: int = Field(default=2**30, ge=0, description="Most bytes of unused device cache to keep.")
     on_oom: Literal["stop", "halve_micro_batch"] = Field(
         default="stop",
-        description="When memory runs out: stop with advice, or go on with half the micro-batch and twice the "
+        description="When memory runs out: stop with advice, or continue with half the micro-batch and twice the "
         "accumulation.",
     )
 
@@ -288,9 +287,9 @@ class Config(Section):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Many devices.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving.")
     storage: StorageConfig = Field(default_factory=StorageConfig, description="A copy in object storage.")
-    observe: ObserveConfig = Field(default_factory=ObserveConfig, description="Writing down what happens.")
+    observe: ObserveConfig = Field(default_factory=ObserveConfig, description="Recording what happens.")
 
-    # Where each value was written, so that problems found later can still name the line.
+    # The origin of each value, so that problems found later can still name the line.
     _origins: Origins = PrivateAttr(default_factory=Origins)
 
     @classmethod
@@ -325,7 +324,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _sections_may_be_empty(cls, values: Any) -> Any:
-        """`training:` with nothing below it is an empty section; so is a `model` that is not there."""
+        """Treat `training:` with nothing below it, or a missing `model`, as an empty section."""
         if not isinstance(values, dict):
             return values
         sections = [
@@ -337,7 +336,7 @@ class Config(Section):
     @field_validator("model", mode="before")
     @classmethod
     def _model_section_of_the_workload(cls, value: Any, info: ValidationInfo) -> Any:
-        """The workload decides which keys `model` has; a wrong workload is reported alone."""
+        """Choose the keys of `model` by the workload; if the workload is wrong, only that is reported."""
         section = model_section_of(info.data.get("workload"))
         if section is None:
             return CustomModelConfig()

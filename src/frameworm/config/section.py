@@ -1,4 +1,4 @@
-"""What all sections of a config share: which values they take, and how they refuse others."""
+"""What all config sections share: the values they accept, and how they refuse others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Auto = Literal["auto"]
 
 
 def _off_is_a_word(value: Any) -> Any:
-    """YAML reads a bare `off` as false; settings whose values are words take it back as the word."""
+    """Convert false back to the word `off`, because YAML reads a bare `off` as false."""
     return "off" if value is False else value
 
 
@@ -24,7 +24,7 @@ def _off_is_none(value: Any) -> Any:
 
 
 def _on_is_auto(value: Any) -> Any:
-    """`true` and `false` are older spellings of `auto` and `off`."""
+    """Accept `true` for `auto`."""
     return "auto" if value is True else _off_is_a_word(value)
 
 
@@ -38,7 +38,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """A part of the config; unknown keys and values of another type are errors."""
+    """A part of the config; unknown keys and values of the wrong type are errors."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, validate_assignment=True, protected_namespaces=()
@@ -53,29 +53,34 @@ class Section(BaseModel):
                 problems = problems_of(error, type(self), self.model_section_in(values))
                 raise make_error(problems, Origins()) from None
 
-        # Tells pydantic that sections inside sections need not be built through this method.
+        # Tells pydantic that nested sections need not be built through this method.
         __init__.__pydantic_base_init__ = True
 
     @classmethod
     def model_section_in(cls, values: Mapping[str, Any]) -> type[Section] | None:
-        """The class of the `model` section among raw values; only a whole config has one."""
+        """Return the class of the `model` section for raw values; only a whole config has one."""
         return None
 
     @model_validator(mode="before")
     @classmethod
-    def _as_yaml_would_give_it(cls, values: Any) -> Any:
-        """Take what Python callers and YAML write for the same thing: paths, tuples, `1e3` for a count."""
+    def _plain_values(cls, values: Any) -> Any:
+        """Accept the Python and YAML spellings of the same value: paths, tuples, `1e3` for a count."""
         if not isinstance(values, dict):
             return values
-        plain = dict(values)
-        for name, field in cls.model_fields.items():
-            value = plain.get(name)
-            allowed = kinds(field)
-            if isinstance(value, PurePath) and str in allowed:
-                plain[name] = str(value)
-            elif isinstance(value, float) and int in allowed and float not in allowed and value.is_integer():
-                plain[name] = int(value)
-            elif isinstance(value, (list, tuple)):
-                origins = {get_origin(kind) for kind in allowed}
-                plain[name] = tuple(value) if tuple in origins else list(value) if list in origins else value
-        return plain
+        return {
+            name: cls.as_yaml_would_give_it(name, value) if name in cls.model_fields else value
+            for name, value in values.items()
+        }
+
+    @classmethod
+    def as_yaml_would_give_it(cls, name: str, value: Any) -> Any:
+        """Convert the value of one field: paths to text, tuples to lists and whole floats to counts."""
+        allowed = kinds(cls.model_fields[name])
+        if isinstance(value, PurePath) and str in allowed:
+            return str(value)
+        if isinstance(value, float) and int in allowed and float not in allowed and value.is_integer():
+            return int(value)
+        if isinstance(value, (list, tuple)):
+            origins = {get_origin(kind) for kind in allowed}
+            return tuple(value) if tuple in origins else list(value) if list in origins else value
+        return value

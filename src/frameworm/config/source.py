@@ -1,4 +1,4 @@
-"""Config files as text: YAML to plain values that remember their lines, and back.
+"""Config files as text: converts YAML to plain values that remember their lines, and back.
 
 The words are those of YAML 1.1 (`on`, `off`, `yes`, `no`), because configs use them; the numbers are those of YAML 1.2,
 because 1.1 reads `3e-4` as text and `1:30` as ninety.
@@ -7,6 +7,7 @@ because 1.1 reads `3e-4` as text and `1:30` as ninety.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -14,6 +15,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from frameworm.config.keys import KeyPath
 from frameworm.config.problems import Origin, Origins, Problem
+from frameworm.errors import RunFolderError
 
 CORE = "tag:yaml.org,2002:"
 DEEPEST = 20
@@ -36,17 +38,17 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes exactly the texts that the loader would take for something else."""
+    """Quotes exactly the texts that the loader would not read as text."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write shared values out."""
+        """Write shared values out instead of using aliases."""
         return True
 
 
 def _represent_text(dumper: _Dumper, text: str) -> ScalarNode:
-    # Other styles fold these line breaks that are none to us.
+    # Other styles would fold these characters, which YAML treats as line breaks.
     style = '"' if any(character in "\x85\u2028\u2029\ufeff" for character in text) else None
     return dumper.represent_scalar(f"{CORE}str", text, style=style)
 
@@ -61,7 +63,7 @@ for _kind in (_Loader, _Dumper):
 
 
 class YamlError(Exception):
-    """Text that is not YAML; `line` counts from 1."""
+    """Raised for text that is not YAML; `line` counts from 1."""
 
     def __init__(self, text: str, line: int) -> None:
         super().__init__(text)
@@ -69,7 +71,7 @@ class YamlError(Exception):
 
 
 class SourceReader:
-    """Turns the nodes of one text into values, origins and problems."""
+    """Converts the nodes of one text to values, origins and problems."""
 
     def __init__(self, label: str, rank: int = 0) -> None:
         self.label = label
@@ -79,7 +81,7 @@ class SourceReader:
         self._nodes_seen = 0
 
     def read(self, text: str) -> Any:
-        """The value of the whole text; None for an empty one."""
+        """Return the value of the whole text; None if it is empty."""
         node = compose(text)
         return None if node is None else self._value(node, ())
 
@@ -91,7 +93,7 @@ class SourceReader:
         return Origin(self.label, node.start_mark.line + 1, self.rank)
 
     def _value(self, node: Node, path: KeyPath) -> Any:
-        # Aliases can nest a small text into a huge or endless value.
+        # Aliases can expand a small text into a huge or endless value.
         self._nodes_seen += 1
         if self._nodes_seen > MOST_NODES or len(path) > DEEPEST:
             if not any(problem.text.startswith("too ") for problem in self.problems):
@@ -121,7 +123,7 @@ class SourceReader:
             if key_node.value == "<<" and key_node.style is None:
                 self._problem((*path, "<<"), key_node, "merge keys are not supported; write the settings out")
                 continue
-            # Settings have names; only the inside of a workload's own values may have other keys.
+            # Settings have names as keys; only values inside a workload's own settings may have other keys.
             key = key_node.value if len(path) < 2 else self._scalar(key_node, path)
             inner = (*path, key if isinstance(key, str) else key_node.value)
             if key in values:
@@ -147,7 +149,7 @@ class SourceReader:
             if kind == "float" and (NUMBER.match(text) or WHOLE_NUMBER.match(text)):
                 return float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan").lower())
         except ValueError:
-            self._problem(path, node, "a number of too many digits")
+            self._problem(path, node, "a number with too many digits")
             return None
         if kind in ("bool", "int", "float"):
             self._problem(path, node, f"the value does not fit its tag !!{kind}")
@@ -163,7 +165,7 @@ def _tag(node: Node) -> str:
 
 
 def compose(text: str) -> Node | None:
-    """The node tree of a YAML text.
+    """Parse a YAML text into its node tree.
 
     Raises:
         YamlError: The text is not YAML.
@@ -185,17 +187,17 @@ def compose(text: str) -> Node | None:
     except RecursionError:
         raise YamlError("too large or nested too deeply for a config", 1) from None
     except (ValueError, OverflowError):
-        # The scanner lets these out for escapes such as "\UFFFFFFFF".
+        # The scanner does not convert these errors for escapes such as "\UFFFFFFFF".
         line = loader.line + 1 if loader is not None else 1
-        raise YamlError("not valid YAML: an escape or a number that stands for nothing", line) from None
+        raise YamlError("not valid YAML: an invalid escape or number", line) from None
     return node
 
 
 def parse_value(text: str) -> Any:
-    """The value of an override: a YAML scalar, list or mapping.
+    """Parse the value of an override: a YAML scalar, list or mapping.
 
     Raises:
-        YamlError: The text is no such value.
+        YamlError: The text is not such a value.
     """
     reader = SourceReader("")
     value = reader.read(text)
@@ -204,7 +206,20 @@ def parse_value(text: str) -> Any:
     return value
 
 
+def stored_values(path: Path, text: str) -> dict[str, Any]:
+    """Return the config that a run stored, as plain values.
+
+    Raises:
+        RunFolderError: It is not valid.
+    """
+    try:
+        values = SourceReader(path.name).read(text)
+    except YamlError as error:
+        raise RunFolderError(f"cannot read {path}: {error}") from error
+    return values if isinstance(values, dict) else {}
+
+
 def write_yaml(values: dict[str, Any]) -> str:
-    """YAML text that `SourceReader` reads back to the same values."""
+    """Write YAML text that `SourceReader` reads back to the same values."""
     text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return text

@@ -16,7 +16,7 @@ class TrainingConfig(Section):
 
     epochs: int = Field(default=1, ge=1, description="Passes over the training samples.")
     max_steps: Annotated[Count | None, OffNone] = Field(
-        default=None, description="Stop after this many steps, whatever the epochs say."
+        default=None, description="Stop after this many steps, regardless of epochs."
     )
     global_batch: Annotated[Count | None, OffNone] = Field(
         default=None,
@@ -26,8 +26,8 @@ class TrainingConfig(Section):
     micro_batch: Count | Auto = Field(default="auto", description="Samples per forward pass on one device.")
     batch_size: Annotated[Count | None, OffNone] = Field(
         default=None,
-        description="Older spelling: the micro-batch per device; the global batch then grows with the world, and a "
-        "note says so.",
+        description="The micro-batch per device, as in the Python API; the global batch then grows with the world "
+        "size, and a note says so.",
     )
     accumulation: Count | Auto = Field(default="auto", description="Micro-batches per step on one device.")
     optimizer: Literal["adamw", "sgd", "muon", "adamw8bit", "schedulefree"] = Field(
@@ -59,14 +59,14 @@ class TrainingConfig(Section):
     warmup: float = Field(
         default=0.0,
         ge=0,
-        description="Steps that climb to lr: a share of all (below 1) or their number; with every schedule, also a "
-        "torch scheduler given to Trainer (onecycle: 0.3 unless set).",
+        description="Warm-up steps up to lr: a fraction of all steps (below 1) or their number; with every schedule, "
+        "even a torch scheduler given to Trainer (onecycle: 0.3 unless set).",
     )
     decay: float = Field(
-        default=0.2, gt=0, description="Of wsd: the last steps, which fall to zero; a share of all or their number."
+        default=0.2, gt=0, description="For wsd: the last steps, which fall to zero; a fraction or their number."
     )
     decay_shape: Literal["linear", "cosine", "sqrt"] = Field(
-        default="linear", description="Of wsd: along what the rate falls; sqrt: as 1 - sqrt(share of the decay)."
+        default="linear", description="For wsd: shape of the decay; sqrt: 1 - sqrt(fraction of the decay)."
     )
     clip_norm: Annotated[float | None, OffNone] = Field(
         default=1.0, gt=0, description="Largest gradient norm; off leaves gradients alone."
@@ -75,30 +75,29 @@ class TrainingConfig(Section):
         default=None,
         gt=0,
         lt=1,
-        description="Keep a moving average of the weights, of which so much stays in every step (0.999 averages about "
-        "the last 1,000); validation and export use it, training does not.",
+        description="Decay of a moving average of the weights (0.999 averages about the last 1,000 steps); validation "
+        "and export use the average, training does not.",
     )
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         default="none", description="Grow lr with global_batch / base_batch, or its root."
     )
     base_batch: Annotated[Count | None, OffNone] = Field(default=None, description="Global batch lr was chosen for.")
     max_bad_steps: Annotated[Count | None, OffNone] = Field(
-        default=10, description="Stop after so many steps in a row with a loss or gradients that are not finite."
+        default=10, description="Stop after this many consecutive steps with a non-finite loss or gradients."
     )
     on_spike: Annotated[Literal["off", "warn", "rollback"], OffWord] = Field(
         default="off",
-        description="A loss that jumps up and stays: say so, or go back to the last checkpoint's model.",
+        description="If the loss jumps up and stays there: warn, or go back to the last checkpoint's model.",
     )
     early_stop: Annotated[EarlyStopConfig | None, OffNone] = Field(default=None, description="Stop if a metric stalls.")
     accuracy: bool | Auto = Field(
         default="auto",
-        description="Count right answers in validation; auto: where the loss takes integer targets, one per sample, "
-        "for classes of the model's output.",
+        description="Measure accuracy in validation; auto: if the loss takes integer class targets, one per sample.",
     )
     fused_loss: bool = Field(
         default=False,
-        description="Compute the last layer and the cross-entropy after it a part of the tokens at a time, so that the "
-        "logits are never held whole; for any model with an nn.Linear of 4,096 outputs or more (gpt has its own: "
+        description="Compute the last layer and its cross-entropy for a chunk of tokens at a time, so that the full "
+        "logits are never in memory; for any model with an nn.Linear of 4,096 outputs or more (gpt has its own: "
         "model.fused_loss).",
     )
     cpu_threads: Count | Auto = Field(
@@ -109,13 +108,14 @@ class TrainingConfig(Section):
         description="Threads torch runs independent operations with (torch.jit.fork); auto leaves torch's own choice.",
     )
     cpu_affinity: bool = Field(
-        default=False, description="Bind each process of a machine to an equal share of its cores (Linux)."
+        default=False, description="Bind each process of a machine to an equal part of its cores (Linux)."
     )
     cpu_onednn: bool | Literal["except_linear"] = Field(
         default=True, description="Let oneDNN compute on the host; except_linear: all but linear layers."
     )
     cpu_gelu: Literal["torch", "keep_slope"] = Field(
-        default="torch", description="keep_slope: nn.GELU on the host computes its slope in forward, not in backward."
+        default="torch",
+        description="keep_slope: nn.GELU on the host computes its derivative in forward, not in backward.",
     )
 
     @field_validator("warmup", "decay")

@@ -1,4 +1,4 @@
-"""What becomes of a user's own loader in a run of several processes: no rank trains on another's samples."""
+"""Adapt a user's own loader to a run of several processes, so that no rank trains on another's samples."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ SEED_LIMIT = 2**63
 
 
 class RankBatches:
-    """Every world_size-th batch of an iterable; ranks may end one batch apart.
+    """Every `world_size`-th batch of an iterable, starting at this rank's; ranks may end one batch apart.
 
     Args:
         source: The iterable, or a function that returns one.
         rank: This process.
         world_size: Number of processes.
-        seed: Seed of what the source draws from the process's random state, which would make it another order on each
-            rank; None: it shares the loop's.
+        seed: Seed of a random state of the source's own, used instead of the process's, so that all ranks draw
+            the same order; None: it draws from the state of the training loop.
     """
 
     def __init__(self, source: Any, rank: int, world_size: int, seed: int | None = None) -> None:
@@ -54,25 +54,25 @@ class RankBatches:
         self._random: Mapping[str, Any] | None = None
 
     def after_own(self, random: Mapping[str, Any] | None) -> None:
-        """Let the next iteration, and only that one, find the source behind the last batch of this rank.
+        """Tell the next iteration, and only that one, that the source is already behind this rank's last batch.
 
         Args:
-            random: `random` at that time.
+            random: What the property `random` returned at that time.
         """
         self._begin = self.world_size - 1
         self._random = random
 
     @property
     def random(self) -> dict[str, Any] | None:
-        """The random state of the source as plain data; None while it has drawn nothing, or from the loop's."""
+        """The source's random state as plain data; None if it has none of its own or has not been iterated yet."""
         return None if self._state is None else self._state.saved()
 
     def skip(self, samples: int) -> None:
-        """Let the next iteration, and only that one, begin after so many samples of the source."""
+        """Start the next iteration, and only that one, after the given number of samples of the source."""
         self._skip = samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the source the epoch, if it wants to know."""
+        """Set the epoch, and pass it on to the source if it has `set_epoch`."""
         self._epoch = epoch
         set_loader_epoch(self.source, epoch)
 
@@ -93,7 +93,7 @@ class RankBatches:
 
 
 def _drawn(batches: Iterator[Any], state: RandomState) -> Iterator[Any]:
-    """Batches that are drawn under a random state of their own."""
+    """Yield batches, drawing each of them under the given random state."""
     while True:
         with state:
             found = list(islice(batches, 1))
@@ -103,10 +103,10 @@ def _drawn(batches: Iterator[Any], state: RandomState) -> Iterator[Any]:
 
 
 def after_samples(batches: Iterator[Any], samples: int) -> Iterator[Any]:
-    """Read batches until so many samples have passed, and return the rest.
+    """Skip the first `samples` samples and return the remaining batches.
 
     Raises:
-        DataError: That is in the middle of a batch.
+        DataError: That point lies in the middle of a batch.
     """
     passed = 0
     while passed < samples:
@@ -120,7 +120,7 @@ def after_samples(batches: Iterator[Any], samples: int) -> Iterator[Any]:
 
 
 def in_a_batch(samples: int) -> DataError:
-    """The error of a loader whose finished batches would have to be cut."""
+    """The error for resuming at a point in the middle of one of the loader's batches."""
     return DataError(
         f"the run stopped after {samples} samples of the epoch, which is in the middle of one of this loader's "
         "batches; resume with the batch size it had, or one that divides that number"
@@ -128,7 +128,7 @@ def in_a_batch(samples: int) -> DataError:
 
 
 def samples_in(batch: Any) -> int:
-    """Samples in a batch; one that does not say counts as one."""
+    """Samples in a batch; a batch of unknown size counts as one."""
     size = batch_size_of(batch)
     return 1 if size is None else size
 
@@ -150,15 +150,16 @@ def adopt_loader(
         rank: This process.
         world_size: Number of processes.
         accumulation: Micro-batches per step.
-        seed: Seed of the order where the loader has none of its own.
-        fill_empty: As in `OptimizedDataLoader.create`; off for evaluation.
+        seed: Seed of the order if the loader has none of its own.
+        fill_empty: As in `OptimizedDataLoader.create`; False for evaluation.
         local_world_size: Ranks on this machine.
 
     Returns:
-        The loader to use, and a sentence for the log when it is not the one given. One process uses it as it is.
+        The loader to use, and a sentence for the log if it is not the given one. With one process, most loaders are
+        used as they are.
 
     Raises:
-        DataError: It cannot be split; the message says what to do.
+        DataError: It cannot be split; the message says what to do instead.
         ConfigError: Its distributed sampler was made for other ranks.
     """
     if isinstance(loader, CudaDataLoader):
@@ -174,8 +175,8 @@ def adopt_loader(
         return (loader if inner is loader.loader else CudaDataLoader(inner, loader.device)), note
     if not isinstance(loader, Iterable) and not callable(loader):
         raise DataError(
-            f"{type(loader).__name__} is no loader: it cannot be iterated; pass a DataLoader, an OptimizedDataLoader, "
-            "or any iterable of batches"
+            f"{type(loader).__name__} is not a loader: it cannot be iterated; pass a DataLoader, an "
+            "OptimizedDataLoader, or any iterable of batches"
         )
     adopted, note = loader, None
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
@@ -195,7 +196,7 @@ def adopt_loader(
 
 
 def set_loader_epoch(loader: Any, epoch: int) -> None:
-    """Tell any loader, or whatever draws its order, that an epoch begins."""
+    """Call `set_epoch` on the loader, its samplers or its iterable data set, whichever has it first."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     dataset = getattr(loader, "dataset", None)
     samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
@@ -207,10 +208,10 @@ def set_loader_epoch(loader: Any, epoch: int) -> None:
 
 
 def _divide_stream(loader: DataLoader[Any], rank: int, world_size: int, seed: int) -> tuple[Any, str | None]:
-    """A torch loader over an iterable data set, or one of ours in its place.
+    """The torch loader over an iterable data set, or one of ours in its place.
 
-    It stays where it has one reader, whose place cannot be saved: several may shuffle by the process's random state
-    before they divide, which then must be the same for all.
+    The given loader is kept if only one process reads the data and its position cannot be saved. Several readers may
+    shuffle by the process's random state before they divide the samples, and that state must be the same for all.
     """
     ours = rebuilt(loader, loader.batch_size or 1, loader.drop_last, seed)
     ours.shard(rank, world_size)
@@ -227,9 +228,9 @@ def _divide_stream(loader: DataLoader[Any], rank: int, world_size: int, seed: in
 
 
 def _with_state(note: str | None, loader: OptimizedDataLoader) -> str | None:
-    """The note, and what a resumed run makes of the data set's state."""
+    """Add to the note how a resumed run uses the data set's state."""
     if loader.division.places:
-        state = "A resumed run goes on from the data set's saved state, if that brings back the same samples."
+        state = "A resumed run continues from the data set's saved state, if that brings back the same samples."
     elif has_state(loader.dataset):
         state = (
             f"The state of {type(loader.dataset).__name__} does not bring back the same samples (a shuffle buffer, for "
@@ -271,7 +272,7 @@ def _split_torch_loader(
 def _split_samples(
     loader: DataLoader[Any], batches: BatchSampler, world_size: int, seed: int, *, evaluation: bool
 ) -> tuple[Any, str]:
-    """A loader of ours over the same data set, in the order the given one would have used."""
+    """One of our loaders over the same data set, in the order the given one would have used."""
     sampler, dataset = batches.sampler, loader.dataset
     shuffle = isinstance(sampler, RandomSampler)
     plain = isinstance(sampler, (RandomSampler, SequentialSampler)) and len(sampler) == len(dataset)  # type: ignore[arg-type]
@@ -281,7 +282,7 @@ def _split_samples(
         own, order = sampler, f"the order its {type(sampler).__name__} draws"
     drop_last = batches.drop_last
     if evaluation and drop_last and own is None and not shuffle:
-        # One process leaves out what is left after its own batches; several must not leave out more.
+        # One process drops the samples left after its last full batch; several ranks must not drop more than that.
         own, drop_last = range(len(sampler) // batches.batch_size * batches.batch_size), False  # type: ignore[arg-type]
     generator = getattr(sampler, "generator", None) or loader.generator
     if isinstance(generator, torch.Generator):
@@ -303,7 +304,7 @@ def _split_samples(
 def rebuilt(
     loader: DataLoader[Any], batch_size: int, drop_last: bool, seed: int, shuffle: bool = False, sampler: Any = None
 ) -> OptimizedDataLoader:
-    """A loader of ours over the data set of a torch loader, with its workers and its way to put batches together."""
+    """One of our loaders with the data set, workers and collate function of a torch loader."""
     return OptimizedDataLoader.create(
         loader.dataset,
         batch_size,
@@ -314,7 +315,7 @@ def rebuilt(
         drop_last=drop_last,
         shuffle=shuffle,
         seed=seed,
-        # Ours knows data sets that assemble their own batches; torch's default would stack them once more.
+        # Ours recognises data sets that assemble their own batches; torch's default would stack those again.
         collate_fn=None if loader.collate_fn is default_collate else loader.collate_fn,
         sampler=sampler,
         worker_init_fn=loader.worker_init_fn,

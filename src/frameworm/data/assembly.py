@@ -1,4 +1,4 @@
-"""How settings, a data set and this process's place become a torch `DataLoader`."""
+"""Turn settings, a data set and this process's rank into a torch `DataLoader`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from frameworm.data.batches.equal_samples import (
 )
 from frameworm.data.batches.one_block import BlockLoader, InOneBlock
 from frameworm.data.samples.division import Division, divide
-from frameworm.data.samples.sampling import OrderedSplitSampler, StepSampler, share_of
+from frameworm.data.samples.sampling import OrderedSplitSampler, StepSampler, range_of_rank
 from frameworm.data.samples.skipping import SkippedLog, SkippingDataset
 from frameworm.data.samples.streams import Begin, StreamBatches
 from frameworm.data.samples.workers import SeededDataset, SharedEpoch, WorkerStart, as_it_is, base_of
 from frameworm.errors import ConfigError, DataError, EnvironmentSetupError
+from frameworm.torch_private.execution import profiler_enabled
+from frameworm.torch_private.loaders import unmarked_next
 
 Auto = Literal["auto"]
-LONG_READ_S = 2.0  # a data set that takes longer to read once is read by loader processes
+LONG_READ_S = 2.0  # a data set that takes longer than this to read is read by worker processes
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,12 @@ class LoaderSettings:
     resident: bool | Auto = False
     epochs: int = 1
     most_widths: int | None = None
+    same_widths: bool = False
     on_error: Literal["raise", "skip"] = "raise"
 
     @property
     def balances(self) -> bool:
-        """Whether steps get nearly equal token counts."""
+        """Whether steps are arranged to have nearly equal token counts."""
         if self.balance == "auto":
             return self.batching == "packed" and self.shuffle and self.sampler is None
         return self.balance
@@ -82,14 +85,14 @@ class LoaderSettings:
         if self.epochs < 1:
             raise ConfigError(f"epochs: {self.epochs} must be 1 or more")
         if self.batching not in ("padded", "bucketed", "packed"):
-            raise ConfigError(f"batching: {self.batching!r} is none of padded, bucketed, packed")
+            raise ConfigError(f"batching: {self.batching!r} is not one of padded, bucketed, packed")
         if self.balances and self.batching == "bucketed":
             raise ConfigError("balance: bucketed steps differ in length by intent; leave balance off, or use packed")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """This process among those that share the data set."""
+    """The rank of this process among those that share the data set."""
 
     rank: int = 0
     world_size: int = 1
@@ -97,7 +100,7 @@ class Placement:
 
 
 def found_placement(distributed: bool | Auto) -> Placement:
-    """This process among the ranks of torch.distributed, if it is to be among them."""
+    """This process's rank in torch.distributed, or a world of one if `distributed` is off."""
     if distributed is False:
         return Placement()
     if dist.is_available() and dist.is_initialized():
@@ -111,7 +114,7 @@ def found_placement(distributed: bool | Auto) -> Placement:
 
 
 def check_sized(dataset: Any) -> None:
-    """Refuse a map-style data set that is empty or cannot tell its length."""
+    """Raise DataError if a map-style data set is empty or has no length."""
     try:
         size = len(dataset)
     except (TypeError, NotImplementedError):
@@ -124,7 +127,7 @@ def check_sized(dataset: Any) -> None:
 
 
 def checked_batching(dataset: Any, settings: LoaderSettings, stream: bool) -> Batching:
-    """How batches will really be made of a data set; ConfigError or DataError if it does not allow that."""
+    """The batching that is actually used; raises ConfigError or DataError if the data set does not allow it."""
     if stream:
         if settings.batching != "padded" or settings.balances:
             raise ConfigError(
@@ -151,7 +154,7 @@ def checked_batching(dataset: Any, settings: LoaderSettings, stream: bool) -> Ba
 
 
 def batches_per_step(batch_size: int, settings: LoaderSettings, placement: Placement) -> int:
-    """Micro-batches of one rank in a whole step of a stream."""
+    """Micro-batches per rank in a full step of a stream."""
     if settings.global_batch is None:
         return placement.accumulation
     return -(-settings.global_batch // (batch_size * placement.world_size))
@@ -160,7 +163,7 @@ def batches_per_step(batch_size: int, settings: LoaderSettings, placement: Place
 def stream_length(
     size: int, batch_size: int, settings: LoaderSettings, placement: Placement, owns_samples: bool
 ) -> int:
-    """This rank's micro-batches of a stream of known length."""
+    """This rank's number of micro-batches in a stream of known length."""
     rank, world_size = (0, 1) if owns_samples else (placement.rank, placement.world_size)
     rounds, rest = divmod(size, world_size * batch_size)
     if settings.drop_last:
@@ -178,21 +181,21 @@ def make_sampler(
     fill_empty: bool,
     batching: Batching,
 ) -> StepSampler:
-    """The plan of this rank's steps.
+    """Plan this rank's steps.
 
     Args:
         dataset: The samples.
         batch_size: Most samples per forward pass.
-        settings: The loader's.
+        settings: The loader's settings.
         placement: This process.
-        owns_samples: The data set holds this rank's samples only.
-        fill_empty: Keep ranks in step by fillers.
-        batching: How batches are really made.
+        owns_samples: The data set holds only this rank's samples.
+        fill_empty: Give ranks without samples a filler batch, so that all ranks run the same number of batches.
+        batching: The batching actually used.
     """
     rank, world_size = placement.rank, placement.world_size
     global_batch = settings.global_batch or batch_size * placement.accumulation * world_size
     if owns_samples:
-        begin, end = share_of(global_batch, rank, world_size)
+        begin, end = range_of_rank(global_batch, rank, world_size)
         rank, world_size, global_batch = 0, 1, max(1, end - begin)
     if settings.sampler is not None:
         return OrderedSplitSampler(
@@ -229,7 +232,7 @@ def make_sampler(
 
 
 def divided(dataset: Any, settings: LoaderSettings, placement: Placement, workers: int) -> Division:
-    """How a stream is divided among its readers; ranks that share it must all call this."""
+    """Divide a stream among its readers; every rank that shares the stream must call this."""
     return divide(
         dataset,
         rank=placement.rank,
@@ -271,17 +274,17 @@ def build_loader(
     *,
     copied: bool = False,
 ) -> DataLoader[Any]:
-    """The torch loader of a map-style data set with its sampler, or of a stream without one.
+    """The torch loader of a map-style data set and its sampler, or of a stream.
 
     Args:
         source: The data set.
         sampler: Its batches; None for a stream.
-        settings: The loader's.
-        workers: Loader processes.
-        generator: Seeds them.
-        epoch: They are told.
-        skipped: Where they write down what could not be read.
-        copied: Each batch will be copied to a device, and held until then.
+        settings: The loader's settings.
+        workers: Worker processes.
+        generator: Seeds the workers.
+        epoch: The epoch, shared with the workers.
+        skipped: Log of samples that could not be read; None: an unreadable sample is an error.
+        copied: Each batch will be copied to a device and held until the copy is done.
     """
     pins = bool(settings.pin_memory) and torch.cuda.is_available()
     page_locks = pins and copied and workers > 0 and sampler is not None
@@ -305,7 +308,7 @@ def build_loader(
         source = SkippingDataset(source, skipped)
     if workers:
         source = SeededDataset(source, settings.seed, epoch)
-        # Torch's thread that page-locks copies each batch, and torch knows when that copy has been read.
+        # Torch's pinning thread copies each batch, and torch tracks when the pinned copy has been read.
         together = InOneBlock(collate, lends=not common["pin_memory"])
         loader = BlockLoader(source, batch_sampler=sampler, collate_fn=together, **common)
         loader.page_locks = page_locks
@@ -316,16 +319,16 @@ def build_loader(
 def make_resident(
     source: Any, settings: LoaderSettings, workers: Callable[[], int], skipped: SkippedLog | None
 ) -> ResidentBatches:
-    """Batches of a map-style data set that are put together on the device.
+    """Batches of a map-style data set that are assembled on the device.
 
     Args:
         source: The data set.
-        settings: The loader's.
-        workers: How many processes may read it, where that takes long.
+        settings: The loader's settings.
+        workers: Returns how many worker processes may read the data set if reading it is slow.
         skipped: As for `build_loader`.
 
     Raises:
-        ConfigError: Its samples do not allow that.
+        ConfigError: The samples do not allow it.
     """
     collate = batch_maker(source, settings.collate_fn)
     fetch = fetcher(source if skipped is None else SkippingDataset(source, skipped), collate)
@@ -344,26 +347,42 @@ def make_resident(
 
 
 class Unmarked(Iterator[Any]):
-    """The batches of a torch loader without processes, less the mark that torch leaves for profilers around each.
+    """Batches of a torch loader without workers, without the profiler annotation that torch puts around each.
 
-    Setting it takes longer than to put a small batch together. While somebody profiles it is set.
+    That annotation costs more than assembling a small batch. It is kept while a profiler is running.
     """
 
-    def __init__(self, batches: Any) -> None:
-        self._batches = batches
-        self._next = batches._next_data
+    def __init__(self, batches: Any, unmarked: Callable[[], Any]) -> None:
+        self._batches, self._next = batches, unmarked
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> Iterator[Any]:
-        """An iterator of a loader of map-style data."""
+        """Iterate a loader of map-style data."""
         batches: Any = iter(loader)
-        return cls(batches) if loader.num_workers == 0 and hasattr(batches, "_next_data") else batches
+        unmarked = unmarked_next(batches) if loader.num_workers == 0 else None
+        return batches if unmarked is None else cls(batches, unmarked)
 
     def __next__(self) -> Any:
-        return next(self._batches) if torch._C._autograd._profiler_enabled() else self._next()
+        return next(self._batches) if profiler_enabled() else self._next()
 
 
 def whole_groups(batches: Iterator[Any], size: int) -> Iterator[Any]:
-    """The batches without an incomplete last group."""
+    """Drop an incomplete last group of batches."""
     while len(group := list(islice(batches, size))) == size:
         yield from group
+
+
+def refuse_torchs_own(generator: Any, batch_sampler: Any, in_order: bool) -> None:
+    """Raise ConfigError for arguments of a torch DataLoader that this loader decides itself."""
+    if generator is not None:
+        raise ConfigError(
+            "generator: this loader draws by its seed, so that ranks agree and a run can be resumed; give "
+            "seed=generator.initial_seed() instead"
+        )
+    if batch_sampler is not None:
+        raise ConfigError(
+            "batch_sampler: this loader makes the batches of a step itself, from batch_size and the number of ranks; "
+            "give sampler= for the order, or pass a torch DataLoader(batch_sampler=...) to train()"
+        )
+    if not in_order:
+        raise ConfigError("in_order=False: a run whose batches come in any order cannot be resumed; leave it out")

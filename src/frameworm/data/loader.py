@@ -1,4 +1,4 @@
-"""The host side of one loader: batches in the right order, on the right rank, ready in time."""
+"""The host side of a loader: batches in the right order, on the right rank, ready in time."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from frameworm.data.assembly import (
     make_resident,
     make_sampler,
     make_stream,
+    refuse_torchs_own,
     stream_length,
     whole_groups,
 )
@@ -38,6 +39,7 @@ from frameworm.data.samples.streams import Begin, Places, is_stream
 from frameworm.data.samples.workers import (
     SharedEpoch,
     automatic_workers,
+    base_of,
     measure_workers,
     usable_workers,
     worker_candidates,
@@ -50,9 +52,9 @@ class OptimizedDataLoader:
 
     Made by `create`. Iterating yields this rank's micro-batches of the current epoch. A data set may declare
     `assembles_batches = True` (its `__getitems__` returns a finished batch), `token_lengths` with
-    `padded_length(lengths)` (fills the token counts of `step_shape`), and `shards_itself = True` (it already holds
-    only this rank's samples, and an iterable one this worker's). `token_lengths` also serves `batching="bucketed"`,
-    which otherwise finds the lengths with a `collate_fn` that pads, and a method `packing()` `batching="packed"`.
+    `padded_length(lengths)` (for the token counts of `step_shape`), and `shards_itself = True` (it already holds only
+    this rank's samples and, if iterable, this worker's). `batching="bucketed"` also uses `token_lengths`, or else finds
+    the lengths with a `collate_fn` that pads; `batching="packed"` uses a method `packing()`.
     """
 
     def __init__(self, dataset: Any, batch_size: int, settings: LoaderSettings | None = None) -> None:
@@ -81,7 +83,7 @@ class OptimizedDataLoader:
         self._packed: PackedBatches | None = None
         self._resident: ResidentBatches | None = None
         self.copied = False
-        """Set by who copies every batch to a device and holds it until then: batches come in memory that is lent."""
+        """Set by a consumer that holds each batch until it is copied to a device; allows reusable memory."""
         self._skipped = SkippedLog() if self.settings.on_error == "skip" and not self._is_stream else None
         if batch_size < 1:
             raise ConfigError(f"batch_size: {batch_size} must be 1 or more")
@@ -126,6 +128,7 @@ class OptimizedDataLoader:
         resident: bool | Auto = False,
         epochs: int = 1,
         most_widths: int | None = None,
+        same_widths: bool = False,
         on_error: Literal["raise", "skip"] = "raise",
     ) -> OptimizedDataLoader:
         """Make a loader.
@@ -133,46 +136,46 @@ class OptimizedDataLoader:
         Args:
             dataset: Map-style or iterable.
             batch_size: Samples per forward pass on one device (the micro-batch).
-            num_workers: Loader processes. auto: none for data sets with `__getitems__`, else up to 4 as the usable
-                CPUs allow; measure: times a few counts at the first iteration and keeps the fastest (see `measured`).
-            pin_memory: Page-locked batches; without a GPU there are none. auto: when there is a GPU.
+            num_workers: Worker processes. auto: none for data sets with `__getitems__`, else up to 4 as the usable CPUs
+                allow; measure: time a few counts at the first iteration and keep the fastest (see `measured`).
+            pin_memory: Page-lock batches, which needs a GPU. auto: if there is a GPU.
             prefetch_factor: Batches each worker prepares ahead; None: 2.
             persistent_workers: Keep workers between epochs. auto: yes.
-            drop_last: Leave out the last step of an epoch when it is short.
+            drop_last: Drop the last step of an epoch if it is short.
             distributed: auto: split among the ranks of torch.distributed if it is set up when iteration begins; True:
-                it must be; False: never, the data set is this rank's own.
-            shuffle: A new order in every epoch (map-style data sets).
+                require that; False: never split, the data set is this rank's own.
+            shuffle: Draw a new order in every epoch (map-style data sets).
             seed: Seed of the order and of the workers' random state; the same on all ranks.
-            global_batch: Samples per step over all ranks; otherwise batch_size x accumulation x world size.
+            global_batch: Samples per step over all ranks; default: batch_size x accumulation x world size.
             collate_fn: Makes a batch of a list of samples.
-            sampler: Yields sample indices instead of `shuffle`; all ranks split what it draws.
-            worker_init_fn: Called in each worker at its start. With an iterable data set it is taken to give each
+            sampler: Yields sample indices, instead of `shuffle`; all ranks split what it yields.
+            worker_init_fn: Called in each worker at its start. With an iterable data set it is assumed to give each
                 worker samples of its own.
-            multiprocessing_context: How workers are started; the platform's way unless given.
-            timeout_s: Longest to wait for a worker's batch; 0 waits for ever.
+            multiprocessing_context: How workers are started; default: the platform's way.
+            timeout_s: Longest wait for a worker's batch; 0: no limit.
             timeout: torch's name for `timeout_s`.
-            generator: Refused: `seed` decides what is drawn, so that it can be drawn again.
-            batch_sampler: Refused: the batches of a step follow from `batch_size` and the number of ranks.
+            generator: Rejected: random choices follow from `seed`, so that they can be repeated.
+            batch_sampler: Rejected: the batches of a step follow from `batch_size` and the number of ranks.
             in_order: Must be True: batches in any other order cannot be resumed.
-            fill_empty: Let ranks without samples in a step run one that does not count; off for evaluation.
-            batching: How texts of unequal length meet: padded, bucketed (like lengths in one step) or packed (end to
-                end; a thread puts them together, so there are no workers and no `collate_fn`).
-            mixed_lengths: bucketed: a step has a shorter and a longer half, which learns as well as random steps; for
-                steps of several micro-batches.
-            balance: Steps of nearly equal token counts. auto: for packed.
-            resident: Keep the samples on the device of the `CudaDataLoader` around this loader (otherwise on the host)
-                and put batches together there. For packed batches on a GPU, and for any map-style data set whose
-                samples are tensors of fixed shapes that stay the same. auto: packed, if they are small beside the
-                GPU's memory.
-            epochs: How many will be read; packed looks at the first eight of them to choose its capacity.
-            most_widths: Most different widths of text batches; None for any when padded, 16 when bucketed.
-            on_error: skip: a sample that raises is left out, the next one takes its place; see `skipped_samples`.
+            fill_empty: Ranks without samples in a step run a filler that does not count; False for evaluation.
+            batching: How to batch texts of unequal length: padded, bucketed (similar lengths in one step) or packed
+                (end to end; built in a thread, without workers or `collate_fn`).
+            mixed_lengths: For bucketed: give each step a shorter and a longer half, which learns as well as random
+                steps; for steps of several micro-batches.
+            balance: Make steps of nearly equal token counts. auto: for packed.
+            resident: Keep the samples on the device of the `CudaDataLoader` around this loader (or else on the host)
+                and build batches there. For packed batches on a GPU, and for any map-style data set whose samples are
+                fixed tensors of fixed shapes. auto: packed, if they are small relative to the GPU's memory.
+            epochs: Number of epochs that will be read; packed examines the first eight to choose its capacity.
+            most_widths: Most different widths of text batches; None: no limit if padded, 16 if bucketed.
+            same_widths: Pad all ranks to the longest text that any of them has at that moment, as captured steps need.
+            on_error: skip: a sample that raises is replaced by the next one; see `skipped_samples`.
 
         Raises:
             DataError: The data set is empty or has no length.
             ConfigError: A setting is out of range.
         """
-        _refuse_torchs_own(generator, batch_sampler, in_order)
+        refuse_torchs_own(generator, batch_sampler, in_order)
         settings = LoaderSettings(
             num_workers="auto" if num_workers is None else num_workers,
             pin_memory=pin_memory,
@@ -195,6 +198,7 @@ class OptimizedDataLoader:
             resident=resident,
             epochs=epochs,
             most_widths=most_widths,
+            same_widths=same_widths,
             on_error=on_error,
         )
         return cls(dataset, batch_size, settings)
@@ -210,12 +214,14 @@ class OptimizedDataLoader:
         fill_empty: bool | None = None,
         local_world_size: int | None = None,
     ) -> None:
-        """Say which part of each step is this process's; takes effect at the next iteration.
+        """Set this process's part of each step; takes effect at the next iteration.
 
         Args:
-            accumulation: Micro-batches per step; sets the global batch unless one was given to `create`.
-            fill_empty: Changes that setting of `create`.
-            local_world_size: Ranks on this machine, which share its CPUs; all of them unless given.
+            rank: This process.
+            world_size: Number of processes.
+            accumulation: Micro-batches per step; sets the global batch unless `create` was given one.
+            fill_empty: Overrides the setting of `create`.
+            local_world_size: Ranks on this machine, which share its CPUs; default: all of them.
         """
         if accumulation < 1:
             raise ConfigError(f"accumulation: {accumulation} must be 1 or more")
@@ -231,21 +237,21 @@ class OptimizedDataLoader:
 
     @property
     def sampler(self) -> StepSampler | None:
-        """What plans the steps; None when they are not known beforehand (streams, and data each rank holds itself)."""
+        """The plan of the steps; None if it is not known beforehand (streams, and data that each rank holds itself)."""
         placement = self._ready()
         return None if self._owns_samples and placement.world_size > 1 else self._sampler
 
     @property
     def takes_turns(self) -> bool:
-        """Whether ranks take turns at the samples of a stream, which come in one order for any number of ranks."""
+        """Whether ranks take turns at a stream, whose order then does not depend on the number of ranks."""
         return self._is_stream and self.division.one_order
 
     @property
     def division(self) -> Division:
-        """How the readers of a stream divide it. Ranks that share it must all ask, since they compare what they read.
+        """How the readers of a stream divide it. All ranks that share it must ask, since they compare what they read.
 
         Raises:
-            DataError: They cannot read each sample once.
+            DataError: It cannot be divided so that each sample is read once.
         """
         placement = self._ready()
         if self._division is None:
@@ -263,14 +269,14 @@ class OptimizedDataLoader:
 
     @property
     def num_workers(self) -> int:
-        """Loader processes; the first look at it decides auto, and takes the measurement if one was asked for."""
+        """Worker processes; the first access resolves `auto`, and runs the measurement for `measure`."""
         if self._workers is None:
             self._workers = 0 if self.in_chunks else self._choose_workers()
         return self._workers
 
     @property
     def skipped_samples(self) -> list[SkippedSample]:
-        """Samples that could not be read so far; others were taken in their place (`on_error="skip"`)."""
+        """Samples that could not be read so far and were replaced by others (`on_error="skip"`)."""
         return [] if self._skipped is None else self._skipped.read()
 
     @property
@@ -279,8 +285,15 @@ class OptimizedDataLoader:
         return self._packed is not None
 
     @property
+    def shapes_alike(self) -> bool:
+        """Whether the micro-batches of all ranks change their shapes at the same steps."""
+        base = base_of(self.dataset)
+        full = bool(getattr(base, "blocks_are_full", False))
+        return self.in_chunks or full or (self._sampler is not None and self._sampler.lengths is not None)
+
+    @property
     def in_chunks(self) -> bool:
-        """Whether batches are made some tens at a time, and so can be had in chunks."""
+        """Whether batches are built tens at a time, so that `chunks` can return them."""
         return self._packed is not None or self._resident is not None
 
     def set_epoch(self, epoch: int) -> None:
@@ -293,7 +306,7 @@ class OptimizedDataLoader:
             self._sampler.set_epoch(epoch)
 
     def seek(self, step: int) -> None:
-        """Let the next iteration, and only that one, begin at a step; a stream is read up to there and dropped."""
+        """Start the next iteration, and only that one, at a step; a stream is read up to there."""
         self._ready()
         if self._sampler is not None:
             self._sampler.seek(step)
@@ -306,17 +319,17 @@ class OptimizedDataLoader:
         """Skip the first samples of the current epoch, counted over all ranks, and plan its steps from the rest.
 
         Args:
-            samples: How many.
-            arranged_for: The global batch for which the epoch's order was arranged, where that depends on it.
+            samples: Number of samples to skip.
+            arranged_for: The global batch for which the epoch's order was arranged, if the order depends on it.
 
         Raises:
-            DataError: Each rank or worker reads samples of its own, so nobody knows which ones come first.
+            DataError: Each rank or worker reads its own samples, so it is not known which come first.
         """
         placement = self._ready()
         if not self.division.one_order if self._is_stream else self._owns_samples and placement.world_size > 1:
             raise DataError(
-                "each reader of the data set has samples of its own, so a run that stopped in the middle of an epoch "
-                "goes on only with the batch size and number of processes it began with"
+                "each reader of the data set has its own samples, so a run that stopped in the middle of an epoch can "
+                "only be resumed with the batch size and number of processes it began with"
             )
         if self._sampler is None:
             self._begin, self._loader = Begin(self._epoch, samples), None
@@ -339,7 +352,7 @@ class OptimizedDataLoader:
 
     @property
     def order(self) -> str:
-        """The order of samples in words; loaders of the same words yield the same samples."""
+        """The order of samples as text; loaders with the same text yield the same samples."""
         self._ready()
         if self._sampler is not None:
             return self._sampler.describe()
@@ -347,11 +360,11 @@ class OptimizedDataLoader:
         return f"a stream read with seed {self.settings.seed}{how}"
 
     def place(self, batches: int) -> dict[str, Any] | None:
-        """Where the readers were after so many batches of the running epoch, for `go_on`; None where nobody knows."""
+        """The readers' positions after `batches` batches of the current epoch, for `go_on`; None if unknown."""
         return self._places.after(batches) if self._is_stream else None
 
     def go_on(self, saved: Mapping[str, Any]) -> bool:
-        """Let the next iteration, and only that one, begin at what `place` gave; false if other readers were there."""
+        """Start the next iteration, and only that one, at a `place`; False if it was saved by other readers."""
         begin = None
         if self._is_stream and self.division.places:
             begin = self._places.begin(self._epoch, saved, self.dataset)
@@ -361,7 +374,7 @@ class OptimizedDataLoader:
         return True
 
     def step_shape(self, step: int) -> StepShape:
-        """Size of a step of the current epoch on this rank, in samples and, where the data set tells, tokens."""
+        """Size of a step of the current epoch on this rank, in samples and, if the data set declares them, tokens."""
         self._ready()
         if self._sampler is None or self._tokens is None:
             raise DataError("an iterable data set does not tell the shape of its steps beforehand")
@@ -376,7 +389,7 @@ class OptimizedDataLoader:
                 source.close()
 
     def chunks(self, device: torch.device | None = None) -> Iterator[Any]:
-        """The epoch's batches, some tens at a time: packed on a GPU if `resident` allows (DeviceError), or resident."""
+        """The epoch's batches, tens at a time: packed, on a GPU if `resident` allows (DeviceError), or resident."""
         self._ready()
         assert self._sampler is not None
         start = self._sampler.take_start()
@@ -386,11 +399,11 @@ class OptimizedDataLoader:
         return self._packed.chunks(self._epoch, start, device)
 
     def batches_of(self, chunk: Any) -> Iterator[Any]:
-        """The batches of one of `chunks`."""
+        """The batches of one chunk of `chunks`."""
         return chunk.batches() if isinstance(chunk, Chunk) else batches_of(chunk)
 
     def open_ahead(self, epoch: int, device: torch.device | None = None) -> None:
-        """Make the first chunk of the epoch that comes next, which `chunks` then begins with."""
+        """Build the first chunk of the next epoch ahead of time; `chunks` then begins with it."""
         if self._sampler is None or self._tokens is None or not self.in_chunks or epoch >= self.settings.epochs:
             return
         if self._resident is not None:
@@ -411,7 +424,7 @@ class OptimizedDataLoader:
         batches: Iterator[Any] = iter(self._loader)
         if self.division.places:
             batches = self._places.batches(batches, self._begun)
-        if self._begun is not None:  # once: the loader would begin there again
+        if self._begun is not None:  # only once: the loader would otherwise start there again
             self._begun, self._begin, self._loader = None, Begin(), None
         per_step = batches_per_step(self.batch_size, self.settings, placement)
         start, self._start = self._start, 0
@@ -427,7 +440,7 @@ class OptimizedDataLoader:
         return stream_length(len(self.dataset), self.batch_size, self.settings, placement, self.division.own_ranks)
 
     def _ready(self) -> Placement:
-        """The placement in force, with the sampler that goes with it."""
+        """The current placement; plans the steps for it if it has changed."""
         if not self._told:
             wanted = found_placement(self.settings.distributed)
             if wanted != self._placement:
@@ -456,6 +469,9 @@ class OptimizedDataLoader:
             self._workers = None
 
     def _plan_batches(self, sampler: StepSampler) -> None:
+        # A Subset passes on only the indices, and would lose `MicroBatch.longest`.
+        if self.settings.same_widths and sampler.fill_empty and getattr(self._source, "reads_longest", False):
+            sampler.lengths = self._source.token_lengths
         for source in (self._packed, self._resident):
             if source is not None:
                 source.place(sampler)
@@ -476,24 +492,8 @@ class OptimizedDataLoader:
         placement = self._ready()
         source = self._source
         if self._sampler is None:
-            plain = Division(placement.rank, placement.world_size, max(1, workers))  # while counts are tried
+            plain = Division(placement.rank, placement.world_size, max(1, workers))  # while worker counts are timed
             division = plain if self._workers is None else self.division
             source = make_stream(source, self.batch_size, self.settings, division, self._shared_epoch, self._begin)
         shared = (self._generator, self._shared_epoch, self._skipped)
         return build_loader(source, self._sampler, self.settings, workers, *shared, copied=self.copied)
-
-
-def _refuse_torchs_own(generator: Any, batch_sampler: Any, in_order: bool) -> None:
-    """Refuse what a torch DataLoader takes and this one decides itself."""
-    if generator is not None:
-        raise ConfigError(
-            "generator: this loader draws by its seed, so that ranks agree and a run can be resumed; give "
-            "seed=generator.initial_seed() instead"
-        )
-    if batch_sampler is not None:
-        raise ConfigError(
-            "batch_sampler: this loader makes the batches of a step itself, from batch_size and the number of ranks; "
-            "give sampler= for the order, or pass a torch DataLoader(batch_sampler=...) to train()"
-        )
-    if not in_order:
-        raise ConfigError("in_order=False: a run whose batches come in any order cannot be resumed; leave it out")

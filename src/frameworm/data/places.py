@@ -1,7 +1,7 @@
-"""Where the samples of a rank's batches come from, so that what ranks have computed apart can be put in order again.
+"""Where the samples of a rank's batches come from, so that results of several ranks can be put back in order.
 
-A sample's place is a pair of numbers that sorts as the samples do in the data set; or, where the loader draws them in
-an order of its own that nobody can undo (a sampler, an iterable), as one process would read them.
+A sample's place is a pair of numbers that sorts as the samples do in the data set; or, if the loader draws them in an
+order that cannot be undone (a sampler, an iterable), in the order in which a single process would read them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from frameworm.data.prefetch import CudaDataLoader
 from frameworm.data.samples.sampling import OrderedSplitSampler, StepSampler
 
 Place = tuple[int, int]
-Places = Callable[[int], list[Place]]  # from the number of samples in a batch to their places
+Places = Callable[[int], list[Place]]  # maps the number of samples in a batch to their places
 
 
 def unshuffled(loader: Any) -> Any:
-    """The same samples in the order of the data set, where a torch loader shuffles them; any other loader as it is."""
+    """The loader with its samples in data set order if it is a shuffling torch loader; any other loader as it is."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return loader
     batches = loader.batch_sampler
@@ -36,10 +36,10 @@ def unshuffled(loader: Any) -> Any:
 
 
 def places_of(loader: Any, rank: int, world_size: int) -> Iterator[Places] | None:
-    """The places of each batch that a rank is going to read in this epoch; None where nobody knows them.
+    """The places of each batch that a rank will read in this epoch; None if they are unknown.
 
     Args:
-        loader: As `adopt_loader` gave it for evaluation, without fillers.
+        loader: The result of `adopt_loader` for evaluation, without fillers.
         rank: This process.
         world_size: Number of processes.
     """
@@ -66,7 +66,7 @@ def _planned(sampler: StepSampler) -> Iterator[Places]:
 
 
 def _fixed(places: list[Place]) -> Places:
-    # A data set may assemble fewer samples than it was asked for.
+    # A data set may assemble fewer samples than requested.
     return lambda size: places if size == len(places) else [(*places[0][:1], item) for item in range(size)]
 
 

@@ -1,4 +1,4 @@
-"""Where in an epoch a run stopped, and how any loader gets there again: by samples where the batch has changed."""
+"""Where in an epoch a run stopped, and how to get any loader back there: by samples if the batch size has changed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from frameworm.errors import DataError
 
 @dataclass(frozen=True)
 class Reading:
-    """How the running epoch is read; a checkpoint holds it, so that a resumed run knows what has changed.
+    """How the current epoch is read; stored in checkpoints, so that a resumed run can tell what has changed.
 
     Attributes:
-        order: The order of the samples in words.
-        micro_batch: Samples per forward pass on one rank; None where the loader does not say.
+        order: The order of the samples as text.
+        micro_batch: Samples per forward pass on one rank; None if the loader does not tell.
         accumulation: Micro-batches per step.
         world_size: Number of processes.
-        arranged_for: The global batch for which the order was arranged, where the loader plans its steps.
-        first_step: Samples in the epoch's first step; None where the steps are planned.
-        first_batch: Fingerprint of the epoch's first batch; None where the order follows from a seed.
-        unsure: What does not yield the same when it is read again, by name; None if nothing is known to.
-        mixed: Steps of this epoch had another size before: only samples, not steps, say how far it has come.
+        arranged_for: The global batch for which the order was arranged, if the loader plans its steps.
+        first_step: Samples in the epoch's first step; None if the steps are planned.
+        first_batch: Fingerprint of the epoch's first batch; None if the order follows from a seed.
+        unsure: Name of a part that does not yield the same when read again; None if no such part is known.
+        mixed: Earlier steps of this epoch had another size, so progress is counted in samples instead of steps.
     """
 
     order: str
@@ -42,7 +42,7 @@ class Reading:
     unsure: str | None = None
 
     def after(self, before: Reading) -> Reading:
-        """The same reading of an epoch that was begun otherwise.
+        """This reading, for an epoch that was begun as `before`.
 
         Raises:
             DataError: The samples come in another order now.
@@ -54,7 +54,7 @@ class Reading:
                 f"would be trained twice and others not at all; resume with the data, the seed and the {processes} of "
                 "that run"
             )
-        if self.arranged_for is not None:  # a plan of steps depends on nothing but the global batch
+        if self.arranged_for is not None:  # a plan of steps depends only on the global batch
             alike = self.arranged_for == before.arranged_for
         else:
             alike = replace(before, mixed=False, first_step=None, first_batch=None, unsure=None) == self
@@ -65,7 +65,7 @@ class Reading:
 
 
 def order_of(loader: Any) -> str:
-    """The order in which any loader yields its samples, in words; of the same words, the same order can be expected."""
+    """The order in which a loader yields its samples, as text; loaders with equal texts should yield equal orders."""
     if isinstance(loader, OptimizedDataLoader):
         return loader.order
     if isinstance(loader, RankBatches):
@@ -88,12 +88,12 @@ def order_of(loader: Any) -> str:
 
 @contextmanager
 def skipping(loader: Any, samples: int) -> Iterator[None]:
-    """Let an iterator that is made in this block begin after so many samples of the epoch, over all ranks.
+    """Skip the first `samples` samples of the epoch, over all ranks, in an iterator made inside this block.
 
-    What a torch loader draws at random it draws all the same; the samples themselves are not read.
+    A torch loader still makes its random draws; the skipped samples themselves are not read.
 
     Raises:
-        DataError: Nobody knows which of them are this rank's.
+        DataError: It is unknown which of them are this rank's.
     """
     if isinstance(loader, RankBatches):
         loader.skip(samples)
@@ -102,14 +102,14 @@ def skipping(loader: Any, samples: int) -> Iterator[None]:
     assert isinstance(loader, DataLoader)
     batches: Any = loader.batch_sampler
     sampler = getattr(batches, "sampler", batches)
-    if isinstance(sampler, DistributedSampler):  # rank r of n takes every n-th sample, from the r-th on
+    if isinstance(sampler, DistributedSampler):  # rank r of n takes every n-th sample, starting at the r-th
         samples = max(0, -(-(samples - sampler.rank) // sampler.num_replicas))
     elif isinstance(getattr(sampler, "num_replicas", None), int):
         raise DataError(
             f"the order of {type(sampler).__name__} is not known for another batch size or number of processes: a run "
-            "that stopped in the middle of an epoch goes on only with those it began with"
+            "that stopped in the middle of an epoch can only be resumed with those it began with"
         )
-    # torch guards the attribute, because loaders are often changed by mistake. Iterators keep what they find here.
+    # torch guards this attribute against accidental changes. Iterators keep the value they find here.
     object.__setattr__(loader, "batch_sampler", _Rest(batches, samples))
     try:
         yield
@@ -118,14 +118,14 @@ def skipping(loader: Any, samples: int) -> Iterator[None]:
 
 
 class _Rest:
-    """A batch sampler's batches less the first samples; from the second epoch on, all of them."""
+    """A batch sampler without its first samples in the first epoch, complete in later ones."""
 
     def __init__(self, batches: Any, skip: int) -> None:
         self._batches = batches
         self._skip = skip
 
     def __iter__(self) -> Iterator[Any]:
-        # In the generator, not before it: torch's loader makes two iterators to begin with and draws from the second.
+        # Inside the generator, not before: torch's loader makes two iterators at first and draws from the second.
         skip, self._skip = self._skip, 0
         for batch in self._batches:
             if skip:

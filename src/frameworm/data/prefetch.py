@@ -1,4 +1,4 @@
-"""The transfer side of one loader: the next batch travels to the device while this one is computed on."""
+"""The transfer side of a loader: the next batch is copied to the device while this one is computed on."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ import torch
 from frameworm.data.batches.sizes import fields_of
 from frameworm.errors import DeviceError
 
-# Below this a copy is short beside what the host spends on ordering two streams: on a step of 5 ms with batches of this
-# kind, the second stream made the loop slower. Where exactly the border lies has not been measured.
+# Below this a copy takes less time than the host spends on synchronising two streams: on steps of 5 ms with small
+# batches, the second stream made the loop slower. The exact threshold has not been measured.
 SMALL_BATCH_BYTES = 2**19
 
 
 def move_batch(batch: Any, device: torch.device | str | int, non_blocking: bool = True) -> Any:
-    """Put the tensors of a nested batch on a device; whatever holds none stays the same object.
+    """Move the tensors of a nested batch to a device; parts without tensors stay the same objects.
 
     Args:
-        batch: Tensors in tuples, named tuples, lists, mappings (HF encodings too) or other objects: those with `.to`
-            move themselves, of the rest a copy holds the moved attributes.
-        device: Where to.
+        batch: Tensors in tuples, named tuples, lists, mappings (also HF encodings) or other objects: those with `.to`
+            move themselves, others are shallow-copied with their tensors moved.
+        device: The target device.
         non_blocking: Do not wait for copies from the host.
     """
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         # From host to device this is safe for pageable memory too, which the driver reads before it returns; asking
-        # whether it is pinned would cost more than a small copy. The other way the values could be read too early.
+        # whether it is pinned would cost more than a small copy. From device to host, values could be read too early.
         return tensor.to(device, non_blocking=non_blocking and (tensor.is_cpu or tensor.is_pinned()))
 
     return map_tensors(batch, move, lambda item: _move_object(item, device, non_blocking))
@@ -42,12 +42,12 @@ def move_batch(batch: Any, device: torch.device | str | int, non_blocking: bool 
 def map_tensors(
     batch: Any, change: Callable[[torch.Tensor], torch.Tensor], move: Callable[[Any], Any] | None = None
 ) -> Any:
-    """A nested batch with every tensor changed by a function; whatever stays the same is the same object.
+    """Apply a function to every tensor of a nested batch; unchanged parts stay the same objects.
 
     Args:
         batch: As for `move_batch`.
-        change: What to do with a tensor.
-        move: What to do with objects that have a `.to`; None: as with other objects.
+        change: Applied to each tensor.
+        move: Applied to objects that have `.to`; None: they are treated like other objects.
     """
     if isinstance(batch, torch.Tensor):
         return change(batch)
@@ -71,12 +71,12 @@ def map_tensors(
         return batch
     clone = copy.copy(batch)
     for name, value in changed.items():
-        object.__setattr__(clone, name, value)  # one that is frozen was made a moment ago
+        object.__setattr__(clone, name, value)  # also works if the object is frozen
     return clone
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """All tensors of a nested batch, first to last; of other objects those that are attributes."""
+    """All tensors of a nested batch in order; for other objects, those among their attributes."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, Mapping):
@@ -91,19 +91,19 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
 
 
 class CudaDataLoader:
-    """Yields a loader's batches on a device, copied one batch ahead on a stream of their own.
+    """Yields a loader's batches on a device, copied one batch ahead on a separate stream.
 
     On the CPU it passes batches through. Everything else (length, `set_epoch`, `seek`, `step_shape`, `dataset`) is
-    the inner loader's. An error in the loader is raised where its batch would have come, not one batch early.
+    delegated to the inner loader. An error in the loader is raised in place of its batch, not one batch early.
 
     Args:
         loader: Any iterable of batches.
-        device: Where they are wanted.
-        prepare: Called with every batch before it is copied, or with one that was put together on the device.
+        device: The target device.
+        prepare: Called with every batch before it is copied, or after it was built on the device.
 
     Attributes:
-        copied_s: Time the host has spent in copies to a GPU since somebody set this to 0. A copy from page-locked
-            memory is only ordered; with one from other memory the host has to help, which is no wait for the loader.
+        copied_s: Seconds the host has spent in copies to a GPU; the consumer may reset it. A copy from page-locked
+            memory is only enqueued; with other memory the host takes part, which is not a wait for the loader.
 
     Raises:
         DeviceError: There is no such GPU.
@@ -131,7 +131,7 @@ class CudaDataLoader:
                 return prepared(self._chunks_ahead())
             chunks = (move_batch(chunk, self.device) for chunk in self.loader.chunks(self.device))
             return prepared(batch for chunk in chunks for batch in self.loader.batches_of(chunk))
-        # The loader's iterator is made at once: making it may draw random numbers.
+        # The inner iterator is made now rather than at the first batch, since making it may draw random numbers.
         batches = prepared(iter(self.loader))
         if self.device.type == "cuda":
             return self._to_gpu(batches)
@@ -151,7 +151,7 @@ class CudaDataLoader:
         return getattr(self.loader, name)
 
     def _to_gpu(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Small batches on the caller's own stream for as long as they are small, the rest ahead of time."""
+        """Copy batches on the caller's stream as long as they are small, then switch to copying ahead."""
         for batch in batches:
             if not _is_small(batch):
                 yield from self._ahead(chain([batch], batches))
@@ -163,7 +163,7 @@ class CudaDataLoader:
             yield copied
 
     def hold(self, batch: Any) -> None:
-        """Keep a batch until its copies, the latest of the current stream, are done: its memory may only be lent."""
+        """Keep a batch until its copies, the last ones enqueued on this stream, are done: its memory may be reused."""
         if not getattr(self.loader, "copied", False):
             return
         done = torch.cuda.Event()
@@ -176,7 +176,7 @@ class CudaDataLoader:
 
     def _ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         stream = self._side_stream()
-        # One event serves all copies: a copy begins only after the caller's stream was told to wait for the one before.
+        # One event serves all copies: the next is recorded only after the caller's stream waits for the previous one.
         arrived = torch.cuda.Event()
         upcoming = _Transfer(self, batches, stream, arrived)
         while True:
@@ -184,21 +184,21 @@ class CudaDataLoader:
             batch = transfer.receive()
             if transfer.ended:
                 return
-            # The next copy is on its way before the caller computes on this batch; should the caller wait for the
-            # device in every step, the copy still runs beside the step.
+            # Start the next copy before the caller computes on this batch; even if the caller synchronises with the
+            # device in every step, the copy overlaps with the step.
             upcoming = _Transfer(self, batches, stream, arrived)
             del transfer
             yield batch
             del batch
 
     def open_ahead(self, epoch: int) -> None:
-        """Let the first batches of the next epoch be made now, while the device is busy, where the loader can do so."""
+        """Let the loader build the first batches of the next epoch now, while the device is busy, if it can."""
         if self.device.type == "cuda" and getattr(self.loader, "in_chunks", False):
             with torch.cuda.stream(self._side_stream()):
                 self.loader.open_ahead(epoch, self.device)
 
     def _chunks_ahead(self) -> Iterator[Any]:
-        """Batches of chunks that cross to the device whole, or are put together there beside the caller's work."""
+        """Batches of chunks that are copied to the device whole, or built there on the side stream."""
         stream = self._side_stream()
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -206,7 +206,7 @@ class CudaDataLoader:
         return self._from_chunks(chunks, stream)
 
     def _from_chunks(self, chunks: Iterator[Any], stream: torch.cuda.Stream) -> Iterator[Any]:
-        """Views of chunks; all that these need on the device belongs to the side stream."""
+        """Yield batches as views of chunks; all device memory they need belongs to the side stream."""
         arrived = torch.cuda.Event()
         upcoming = _Transfer(self, chunks, stream, arrived, made_aside=True)
         while True:
@@ -216,7 +216,7 @@ class CudaDataLoader:
             following: _Transfer | None = None
             for batch in self.loader.batches_of(chunk):
                 yield batch
-                # Not before the first batch is out: the caller can begin with it while the next chunk is made.
+                # Only after the first batch is out: the caller can start on it while the next chunk is made.
                 if following is None:
                     following = _Transfer(self, chunks, stream, arrived, made_aside=True)
             assert following is not None, "a chunk holds at least one batch"
@@ -229,7 +229,7 @@ class CudaDataLoader:
 
 
 class _Transfer:
-    """One batch on its way to the device, or the error that came instead of it."""
+    """One batch being copied to the device, or the error raised in its place."""
 
     __slots__ = ("_arrived", "_batch", "_error", "_late", "_loader", "ended")
 
@@ -248,7 +248,8 @@ class _Transfer:
         self.ended = False
         self._arrived = arrived
         try:
-            # A foreign loader that computes on the device does so in order with the caller; ours does it aside.
+            # A foreign loader that computes on the device does so in the caller's stream order; ours uses the side
+            # stream.
             with torch.cuda.stream(stream) if made_aside else nullcontext():
                 batch = next(batches)
         except StopIteration:
@@ -258,7 +259,7 @@ class _Transfer:
             self._error = error
             return
         if _hides_tensors(batch):
-            # What cannot be seen cannot be guarded by record_stream: it is copied on the caller's own stream.
+            # record_stream cannot protect tensors that cannot be found: copy them on the caller's own stream.
             self._batch, self._late = batch, True
             return
         begin = perf_counter()
@@ -284,13 +285,14 @@ class _Transfer:
             current.wait_event(self._arrived)
             for tensor in tensors_in(self._batch):
                 if tensor.is_cuda:
-                    # Its memory belongs to the side stream, which must not reuse it while the caller's still reads.
+                    # Its memory belongs to the side stream, which must not reuse it while the caller's stream still
+                    # reads it.
                     tensor.record_stream(current)
         return self._batch
 
 
 def _attributes_of(batch: Any) -> Mapping[str, Any]:
-    """Attributes of an object that may hold tensors; not other plain objects, which may lead back to this one."""
+    """Attributes of an object that may hold tensors; not other plain objects, which may refer back to this one."""
     found = fields_of(batch)
     return {name: value for name, value in found.items() if _may_hold_tensors(value)} if found else found
 
@@ -301,13 +303,13 @@ def _may_hold_tensors(value: Any) -> bool:
 
 
 def _items(batch: Any) -> Iterable[Any]:
-    """What a batch of a usual kind holds, or else the batch itself; looked at in every step, so it goes no deeper."""
+    """The items of a common kind of batch, else the batch itself; not recursive, since it runs in every step."""
     kind = type(batch)
     return batch.values() if kind is dict else batch if kind is tuple or kind is list else (batch,)
 
 
 def _copied(batch: Any, device: torch.device) -> Any:
-    """A batch that `_is_small` has looked at, on the device: `move_batch` without its questions."""
+    """`move_batch` for a batch that passed `_is_small`, without further checks."""
     kind = type(batch)
     if kind is dict:
         return {name: item.to(device, non_blocking=True) for name, item in batch.items()}
@@ -317,7 +319,7 @@ def _copied(batch: Any, device: torch.device) -> Any:
 
 
 def _is_small(batch: Any) -> bool:
-    """Whether a batch of a usual kind crosses to the device faster than a second stream can be kept in order."""
+    """Whether a batch of a common kind is copied faster than a second stream can be synchronised."""
     size = 0
     for item in _items(batch):
         if not isinstance(item, torch.Tensor):
@@ -327,15 +329,15 @@ def _is_small(batch: Any) -> bool:
 
 
 def _lies_on_host(batch: Any) -> bool:
-    """Whether this is a batch of a usual kind with nothing to move: far cheaper to see than to try."""
-    for item in _items(batch):  # noqa: SIM110 - a generator would cost more than all it asks
+    """Whether a batch of a common kind has nothing to move: a much cheaper check than trying."""
+    for item in _items(batch):  # noqa: SIM110 - a generator would cost more than the checks themselves
         if not isinstance(item, torch.Tensor) or not item.is_cpu:
             return False
     return True
 
 
 def _hides_tensors(batch: Any) -> bool:
-    """Whether some object in the batch can be moved but shows no tensor."""
+    """Whether some object in the batch can be moved but exposes no tensors."""
     if isinstance(batch, torch.Tensor):
         return False
     if isinstance(batch, Mapping):
@@ -353,12 +355,12 @@ def _move_object(batch: Any, device: torch.device | str | int, non_blocking: boo
 
 
 def _like(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
-    """The moved values in a mapping of the same kind, with whatever else it carries."""
+    """The moved values in a mapping of the same type, with its other attributes."""
     if type(batch) is dict or not isinstance(batch, MutableMapping):
         return moved
     clone = copy.copy(batch)
     try:
-        for key, value in moved.items():  # some forbid `update`
+        for key, value in moved.items():  # some types forbid `update`
             clone[key] = value
     except (TypeError, NotImplementedError):
         return moved
@@ -366,7 +368,7 @@ def _like(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
 
 
 def _checked(device: torch.device | str | int) -> torch.device:
-    """The device with its number, if it is there."""
+    """The device with its index; DeviceError if it does not exist."""
     wanted = torch.device(device)
     if wanted.type != "cuda":
         return wanted

@@ -1,4 +1,4 @@
-"""Whether a loader that is read again from the same random state yields the same, which is what resuming relies on."""
+"""Checks whether a loader read again from the same random state yields the same samples, as resuming requires."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from frameworm.data.samples.reader import copied
 from frameworm.data.samples.streams import is_stream
 from frameworm.data.stateful import PlacedLoader
 
-_ITEMS = 64  # indices, or batches of indices
-_SAMPLES = 32  # where items are samples, or batches of them; as many of them as can be had soon
-_FEWEST = 8  # of a slow source too, since a sample may be one of few values, as labels are
+_ITEMS = 64  # when items are indices or batches of indices
+_SAMPLES = 32  # when items are samples or batches of them: at most this many within the time limit
+_FEWEST = 8  # also from a slow source, since items with few possible values, such as labels, may agree by chance
 _SOON_S = 0.1
 _SLOW_S = 0.5
 _FINGERPRINT_BYTES = 2**20
 
 
 def users_parts(loader: Any, name: str) -> dict[str, Any]:
-    """The parts of a loader that are the user's own, by name."""
+    """The user-defined parts of a loader, by name."""
     if isinstance(loader, (CudaDataLoader, PlacedLoader)):
         return users_parts(loader.loader, name)
     if isinstance(loader, RankBatches):
@@ -45,7 +45,8 @@ def users_parts(loader: Any, name: str) -> dict[str, Any]:
 def drawn_order(loader: Any) -> tuple[Any, bool] | None:
     """What decides the order of a loader's samples, and whether it yields samples; None if nothing random decides.
 
-    For a map-style data set that is a sampler, and comparing it reads no sample. Anything else has to be read itself.
+    For a map-style data set that is a sampler, which can be compared without reading samples. Anything else must be
+    read.
     """
     if isinstance(loader, RankBatches):
         loader = loader.source
@@ -56,25 +57,25 @@ def drawn_order(loader: Any) -> tuple[Any, bool] | None:
     if isinstance(loader, DataLoader):
         if is_stream(loader.dataset):
             return loader.dataset, True
-        batches = loader._index_sampler
+        batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         both = (batches, getattr(batches, "sampler", batches))
-        # Torch's own samplers draw from a generator, and all at once: that need not be tried.
+        # Torch's own samplers draw from a generator, all at once; there is nothing to test.
         return None if all(type(item).__module__.startswith("torch.") for item in both) else (batches, False)
     return None if isinstance(loader, (list, tuple)) else (loader, True)
 
 
 def reads_data(loader: Any) -> bool:
-    """Whether to read an item of `drawn_order` is to read samples."""
+    """Whether reading an item of `drawn_order` reads samples."""
     found = drawn_order(loader)
     return found is not None and found[1]
 
 
 def why_not_replayed(loader: Any) -> tuple[str, str] | None:
-    """What cannot be replayed, and why; None if nothing is known to stand against it.
+    """The part that cannot be replayed, and why; None if no problem is found.
 
-    It is tried: of two copies one is read twice, as in two epochs. The other is put where the first was before its
-    second epoch, as a resumed run would, and must go on alike. So nothing is taken from the loader itself. What cannot
-    be copied, or takes long, is not tried.
+    Tested on two copies, so that nothing is taken from the loader itself: one is read twice, as in two epochs; the
+    other is restored to the state before the second epoch, as in a resumed run, and must yield the same. A loader that
+    cannot be copied, or takes long, is not tested.
     """
     found = drawn_order(loader)
     if found is None:
@@ -100,7 +101,7 @@ def why_not_replayed(loader: Any) -> tuple[str, str] | None:
         expected = _soon(_opened(gone_on), count)
         begins.restore(state)
         again = list(islice(_opened(resumed), len(expected)))
-    except Exception:  # code of the user's own; should it fail in training too, it is reported there
+    except Exception:  # from the user's code; if it fails in training too, it is reported there
         return None
     finally:
         around.restore(before)
@@ -112,10 +113,10 @@ def why_not_replayed(loader: Any) -> tuple[str, str] | None:
 
 
 def fingerprint(batch: Any) -> int:
-    """A number that tells different batches apart."""
+    """A number that differs between different batches."""
     found = 0
     for tensor in islice(tensors_in(batch), 16):
-        with suppress(Exception):  # sparse, quantised, on a meta device: other tensors tell
+        with suppress(Exception):  # sparse, quantised or meta tensors; the others are enough
             part = tensor.detach().flatten()[: _FINGERPRINT_BYTES // max(1, tensor.element_size())]
             found = zlib.crc32(part.cpu().contiguous().view(torch.uint8).numpy().tobytes(), found)
     return found
@@ -132,7 +133,7 @@ def _opened(source: Any) -> Iterator[Any]:
 
 
 def _soon(items: Iterator[Any], count: int) -> list[Any]:
-    """As many items as come soon, at most so many; a few where they come slowly, but one at least."""
+    """Up to `count` items within a time limit; a few from a slow source, and always at least one."""
     began, found = time.perf_counter(), []
     for item in islice(items, count):
         found.append(item)
@@ -142,7 +143,7 @@ def _soon(items: Iterator[Any], count: int) -> list[Any]:
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Whether two nested values are equal; what cannot be compared counts as equal."""
+    """Whether two nested values are equal; values that cannot be compared count as equal."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return first.shape == second.shape and bool(torch.equal(torch.nan_to_num(first), torch.nan_to_num(second)))
     if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):

@@ -1,4 +1,4 @@
-"""Loaders that can say where they are and be put there again, so that a resumed run need not read up to there."""
+"""Loaders that can save and restore their position, so that a resumed run need not read up to it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from frameworm.data.samples.streams import AHEAD, is_stream
 
 
 class PlacedLoader:
-    """A loader with `state_dict` and `load_state_dict`, read so that its state after each batch is known.
+    """A loader with `state_dict` and `load_state_dict`, wrapped so that its state after each batch is known.
 
     Args:
-        loader: The loader, or ranks' turns at its batches.
+        loader: The loader, or `RankBatches` of it.
 
     Attributes:
-        copied: Set by who reads batches before they are trained on: the states of the last ones are kept.
+        copied: Set by a consumer that reads batches before they are trained on; the latest states are then kept.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -59,14 +59,14 @@ class PlacedLoader:
             if self.copied:
                 self._known.append((self._number, self._state()))
             yield batch
-        self._number = 0  # between epochs there is no place, and some loaders would start workers to tell it
+        self._number = 0  # between epochs there is no position, and some loaders would start workers to tell it
 
     def _state(self) -> dict[str, Any]:
         random = self.loader.random if isinstance(self.loader, RankBatches) else None
         return {"loader": copy.deepcopy(self._holder.state_dict()), "random": random}
 
     def place(self, batches: int) -> dict[str, Any] | None:
-        """Where the loader was after so many batches of the running epoch, for `go_on`; None where nobody knows."""
+        """The loader's position after `batches` batches of the current epoch, for `go_on`; None if unknown."""
         if not self._number:
             return None
         known = dict(self._known)
@@ -76,7 +76,7 @@ class PlacedLoader:
         return {"batches": batches, **state} if is_plain(state) else None
 
     def go_on(self, saved: Mapping[str, Any]) -> bool:
-        """Let the next iteration, and only that one, begin at what `place` gave; false for another loader's place."""
+        """Start the next iteration, and only that one, at a `place`; False if it is of another kind of loader."""
         if "loader" not in saved:
             return False
         self._begun = saved
@@ -84,9 +84,9 @@ class PlacedLoader:
 
 
 def placed(loader: Any, seed: int = 0) -> PlacedLoader | None:
-    """A loader of the user's own with its places known; None where it cannot say them, or not exactly.
+    """Wrap a user's own loader that can restore its position exactly; None if it cannot.
 
-    A loader over an iterable data set with a state that does not bring back the same samples brings back others too.
+    A loader over an iterable data set whose state does not bring back the same samples cannot do so either.
     """
     holder = loader.source if isinstance(loader, RankBatches) else loader
     if isinstance(holder, OptimizedDataLoader) or not has_state(holder):
@@ -99,25 +99,25 @@ def placed(loader: Any, seed: int = 0) -> PlacedLoader | None:
 
 
 class Place:
-    """Where a source of steps is in its epoch, in the words of its loader; part of a checkpoint."""
+    """The position of a source of steps in its epoch, as its loader describes it; part of a checkpoint."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._saved: dict[str, Any] | None = None
         self.batches = 0
-        """Batches of the running epoch in the steps so far."""
+        """Batches in the steps of the current epoch so far."""
 
     def capture(self) -> dict[str, Any] | None:
-        """The place as plain data; None where the loader cannot say it."""
+        """The position as plain data; None if the loader cannot tell."""
         place: dict[str, Any] | None = None if self._loader is None else self._loader.place(self.batches)
         return place
 
     def restore(self, saved: dict[str, Any] | None) -> None:
-        """Let the next epoch that is begun in its middle begin at a place."""
+        """Set the position at which the next partly read epoch begins."""
         self._saved = saved
 
     def go_on(self) -> bool:
-        """Put the loader at the restored place, before its iterator is made; false where that cannot be."""
+        """Restore the loader's position, before its iterator is made; False if that is not possible."""
         saved, self._saved = self._saved, None
         self.batches = 0
         if saved is None or self._loader is None or not self._loader.go_on(saved):
@@ -127,7 +127,7 @@ class Place:
 
 
 class Untouched:
-    """Leaves the process's random state as it was before a `with` block."""
+    """Restores the process's random state after a `with` block."""
 
     def __enter__(self) -> None:
         self._held = Held(process_generators())

@@ -1,7 +1,7 @@
-"""From a stream of batches to steps: which micro-batches belong together, and how many samples all ranks have in them.
+"""From batches to steps: which micro-batches belong together, and how many samples all ranks have in them.
 
-Loaders of ours know the shape of every step beforehand. A foreign loader is grouped by count; with several ranks its
-sizes are agreed on before each step, so that no rank waits for one that has run out.
+Our own loaders know the shape of every step beforehand. A foreign loader's batches are grouped by count; with several
+ranks, sizes are agreed on before each step, so that no rank waits for one that has run out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from frameworm.errors import DataError
 log = logging.getLogger("frameworm")
 OverRanks = Callable[[float], float]
 SizedBatch = tuple[Any, int | None]
-LONG_S = 0.5  # a first batch that took longer is not read again to see whether it stays the same
+LONG_S = 0.5  # if the first batch took longer, it is not read again to check whether it stays the same
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class StepBatch:
 
 
 class StepSource:
-    """Yields the steps of one epoch at a time, from any step on."""
+    """Yields the steps of one epoch at a time, starting at any step."""
 
     def __init__(
         self,
@@ -73,31 +73,31 @@ class StepSource:
             self.loader = CudaDataLoader(known, loader.device, loader.prepare) if self._inner is not loader else known
         ours = isinstance(self._inner, OptimizedDataLoader) and is_stream(self._inner.dataset)
         self.place = Place(self._inner if ours else known)
-        """Where the loader is in the running epoch, if it can say so."""
+        """The loader's position in the current epoch, if it can tell."""
         self._accumulation = accumulation
         self._rank = rank
         self._world_size = world_size
         self._sum_over_ranks = sum_over_ranks
         planned = isinstance(self._inner, OptimizedDataLoader) and self._inner.sampler is not None
         self._planned: OptimizedDataLoader | None = self._inner if planned else None
-        # torch's distributed sampler gives every rank equally many samples, so nobody needs to be asked.
+        # torch's distributed sampler gives every rank equally many samples, so ranks need not communicate.
         samplers = (getattr(self._inner, "sampler", None), getattr(self._inner, "batch_sampler", None))
         self._even = any(
             isinstance(item, DistributedSampler) for item in (*samplers, getattr(samplers[1], "sampler", None))
         )
         self.steps_per_epoch = self._count_steps()
-        """Steps in an epoch, or None when nobody knows beforehand; the same on all ranks."""
+        """Steps in an epoch, the same on all ranks; None if unknown beforehand."""
         self.reading = self._describe()
-        """How the running epoch is read."""
+        """How the current epoch is read."""
         if world_size > 1 and self._planned is None and not self._even:
-            # One rank may have a batch more than another; the one with the most decides when an epoch is over.
+            # One rank may have a batch more than another; the rank with the most batches ends the epoch.
             assert max_over_ranks is not None
             most = max_over_ranks(math.inf if self.steps_per_epoch is None else float(self.steps_per_epoch))
             self.steps_per_epoch = None if math.isinf(most) else int(most)
         if self.steps_per_epoch == 0:
             raise DataError(self.why_empty(0))
         self.steps_in_epoch = self.steps_per_epoch
-        """Steps in the running epoch, which are others if it was begun with another batch; None when nobody knows."""
+        """Steps in the current epoch, which differ if it was begun with another batch size; None if unknown."""
         self._first_step = 0
         self.workers = PersistentWorkers(self._inner)
         self.notes: list[str] = []
@@ -119,7 +119,7 @@ class StepSource:
         )
 
     def why_empty(self, epoch: int) -> str:
-        """Why an epoch (numbered from 0) has no step, as far as the loader tells."""
+        """Why an epoch (numbered from 0) has no steps, as far as the loader tells."""
         loader = self._inner.source if isinstance(self._inner, RankBatches) else self._inner
         text = f"nothing to train on in epoch {epoch + 1}: the training loader ({type(loader).__name__}) gave no batch"
         if getattr(loader, "drop_last", False):
@@ -131,20 +131,25 @@ class StepSource:
 
     @property
     def copies(self) -> CudaDataLoader | None:
-        """Whose `copied_s` tells how much of a wait was the batch's copy to the device; None where none is made."""
+        """The loader whose `copied_s` is the time spent on copies to the device; None if there are none."""
         copies = isinstance(self.loader, CudaDataLoader) and self.loader.device.type != "cpu"
         return self.loader if copies else None
 
     @property
+    def shapes_alike(self) -> bool:
+        """Whether the batches of all ranks are known to change their shapes at the same steps."""
+        return self._world_size == 1 or (self._planned is not None and self._planned.shapes_alike)
+
+    @property
     def num_workers(self) -> int | None:
-        """Loader processes; None for a loader of a kind that has none."""
+        """Worker processes; None if the loader's kind has none."""
         inner = self._inner.source if isinstance(self._inner, RankBatches) else self._inner
         if isinstance(inner, OptimizedDataLoader):
             return None if inner.in_chunks else inner.num_workers
         return inner.num_workers if isinstance(inner, DataLoader) else None
 
     def sample_ids(self, step: int) -> list[list[Any]] | None:
-        """This rank's samples in a step (from 0) of the epoch that runs, by micro-batch; None where nobody knows."""
+        """This rank's samples in a step (from 0) of the current epoch, by micro-batch; None if unknown."""
         sampler = None if self._planned is None else self._planned.sampler
         step -= self._first_step
         if sampler is None or not 0 <= step < sampler.steps_per_epoch:
@@ -153,12 +158,12 @@ class StepSource:
 
     @property
     def skipped_samples(self) -> list[SkippedSample]:
-        """Samples that could not be read and were left out."""
+        """Samples that could not be read and were skipped."""
         inner = self._inner
         return inner.skipped_samples if isinstance(inner, OptimizedDataLoader) else []
 
     def _count_steps(self) -> int | None:
-        """Steps this rank's loader has in an epoch, or None when it does not say."""
+        """Steps that this rank's loader has in an epoch; None if it does not tell."""
         if self._planned is not None:
             return self._planned.steps_per_epoch
         try:
@@ -169,10 +174,10 @@ class StepSource:
             return None
 
     def continue_reading(self, before: dict[str, Any] | None) -> bool:
-        """Prepare to go on in an epoch that was read in a certain way before; says whether the batch has changed.
+        """Prepare to continue an epoch that was partly read before; returns whether the batch size has changed.
 
         Args:
-            before: `reading` of the run that stopped, as plain data; None if its checkpoint does not tell.
+            before: `reading` of the run that stopped, as plain data; None if its checkpoint does not hold it.
 
         Raises:
             DataError: The samples come in another order now.
@@ -182,15 +187,14 @@ class StepSource:
         return self.reading.mixed
 
     def epoch(self, epoch: int, start: int = 0, samples: int | None = None) -> Iterator[StepBatch]:
-        """The steps of an epoch (numbered from 0) from step `start` on.
+        """The steps of an epoch (numbered from 0), starting at step `start`.
 
-        A foreign loader is read through from its beginning, so that whatever it draws at random it draws again.
+        A foreign loader is read from its beginning, so that it repeats its random draws.
 
         Args:
-            epoch: Which.
+            epoch: The epoch.
             start: Steps that have been trained already.
-            samples: Samples in these, over all ranks, which count if their batches were of another size; None: they
-                were not.
+            samples: Samples in those steps, over all ranks, used if their batch size was different; None: it was not.
         """
         set_loader_epoch(self._inner, epoch)
         if not start:
@@ -212,7 +216,7 @@ class StepSource:
         first = next(steps, None)
         if first is None:
             return steps
-        # Without checkpoints nobody asks; and they hold what rank 0 has seen, which is not what others see.
+        # Only needed for checkpoints; and those hold rank 0's fingerprint, which differs from those of other ranks.
         seen = None if self._warn is None or self._rank else fingerprint(first.batches)
         if not start:
             unsure = self._unsure(perf_counter() - began)
@@ -230,13 +234,13 @@ class StepSource:
         return steps
 
     def _from_place(self) -> Iterator[StepBatch]:
-        """The steps from a place on. Not before the first is asked for: by then all else of the run is in its place."""
+        """The steps from a saved place, opened only when the first is requested: by then the run is fully restored."""
         with Untouched(), self.workers.starting():
             steps = self._group(sized(self.loader), self._even)
         yield from steps
 
     def _seek(self, steps: Iterator[StepBatch], passed: int, trained: int) -> Iterator[StepBatch]:
-        """Read on until all trained samples have passed, where only the first step tells that steps have changed."""
+        """Read on until all trained samples have passed; used when only the first step's size shows a change."""
         self.reading, self.steps_in_epoch = replace(self.reading, mixed=True), None
         while passed < trained and (step := next(steps, None)) is not None:
             passed += step.global_samples
@@ -245,7 +249,7 @@ class StepSource:
         return steps
 
     def _unsure(self, first_s: float) -> str | None:
-        """Name what does not yield the same when read again; asked once, and only if that takes little time."""
+        """Name a part that does not yield the same when read again; tested once, and only if that takes little time."""
         if self._warn is None or (reads_data(self._inner) and first_s > LONG_S):
             return self.reading.unsure
         if self._asked is None:
@@ -267,7 +271,7 @@ class StepSource:
         return type(self._inner.source if isinstance(self._inner, RankBatches) else self._inner).__name__
 
     def _after_samples(self, start: int, samples: int) -> Iterator[StepBatch]:
-        """The steps that are left of an epoch in which the batch has changed."""
+        """The remaining steps of an epoch in which the batch size has changed."""
         inner, self._first_step, self.steps_in_epoch = self._inner, start, None
         if isinstance(inner, OptimizedDataLoader):
             inner.skip(samples, self.reading.arranged_for)
@@ -278,18 +282,18 @@ class StepSource:
         if isinstance(inner, RankBatches) or getattr(inner, "batch_sampler", None) is not None:
             with self.workers.starting(), skipping(inner, samples):
                 batches = sized(self.loader, samples)
-                # A loader may draw its order with its first batch, from the random state that is in force now.
+                # A loader may draw its order with its first batch, from the current random state.
                 return self._group(chain(_take(batches, 1), batches), False)
         with self.workers.starting():
             return self._group(_sized(after_samples(iter(self.loader), samples), iter(())), False)
 
     def _group(self, batches: Iterator[SizedBatch], even: bool) -> Iterator[StepBatch]:
-        """Steps of micro-batches; `even` says that the ranks have equally many samples in each."""
+        """Group micro-batches into steps; `even` means that the ranks have equally many samples in each."""
         alone = self._accumulation == 1 and (self._world_size == 1 or even)
         return self._single_steps(batches) if alone else self._grouped_steps(batches, even)
 
     def open_ahead(self, epoch: int) -> None:
-        """Call before the last step of the epoch before: what can be made ready of an epoch's first batches is made."""
+        """Prepare an epoch's first batches as far as possible; call it before the last step of the previous epoch."""
         if self._planned is not None and isinstance(self.loader, CudaDataLoader):
             self.loader.open_ahead(epoch)
 
@@ -300,7 +304,7 @@ class StepSource:
             return iter(())
         if start:
             planned.seek(start)
-        # The iterator is made here, not at the first step: making it draws random numbers.
+        # The iterator is made now rather than at the first step, since making it draws random numbers.
         return self._read_plan(planned, iter(self.loader), start)
 
     def _read_plan(self, planned: OptimizedDataLoader, batches: Iterator[Any], start: int) -> Iterator[StepBatch]:
@@ -315,7 +319,7 @@ class StepSource:
             )
 
     def _single_steps(self, batches: Iterator[SizedBatch]) -> Iterator[StepBatch]:
-        """One batch is one step, and no rank needs to be asked: `_grouped_steps` for the common case, at less cost."""
+        """`_grouped_steps` for the common case, at less cost: one batch per step, and no need to ask other ranks."""
         for batch, size in batches:
             samples = 1 if size is None or self._unknown_size else size
             if size is None:
@@ -341,9 +345,9 @@ class StepSource:
             yield StepBatch(group, samples, total)
 
     def _agree(self, taken: list[SizedBatch], even: bool) -> tuple[list[Any], list[int], int]:
-        """A step's batches, their samples, and those of all ranks.
+        """A step's batches, their sample counts, and the total over all ranks.
 
-        From the first batch on, on any rank, that does not tell its samples, all batches weigh the same.
+        Once any rank has had a batch of unknown size, all batches get the same weight.
         """
         group = [batch for batch, _ in taken]
         alone = self._world_size == 1 or even
@@ -371,13 +375,13 @@ class StepSource:
 
 
 def sized(loader: Any, skipped: int = 0) -> Iterator[SizedBatch]:
-    """The batches of a loader, each with its samples: by its own parts, else by the loader's plan, else None.
+    """The batches of a loader with their sample counts: from the batch itself, else from the loader's plan, else None.
 
-    The loader's iterator is made at once, not with the first batch: making it may draw random numbers.
+    The loader's iterator is made now rather than at the first batch, since making it may draw random numbers.
 
     Args:
-        loader: Any.
-        skipped: Samples at the beginning of the epoch that the loader leaves out.
+        loader: Any loader.
+        skipped: Samples at the beginning of the epoch that the loader skips.
     """
     inner = loader.loader if isinstance(loader, CudaDataLoader) else loader
     inner = inner.loader if isinstance(inner, PlacedLoader) else inner
@@ -393,7 +397,7 @@ def _sized(batches: Iterator[Any], plan: Iterator[int]) -> Iterator[SizedBatch]:
 
 
 def _planned_sizes(loader: Any, skipped: int) -> Iterator[int]:
-    """Samples of each batch that a loader with a plan is going to draw; nothing for others."""
+    """Sample counts of the batches that a loader with a plan is going to draw; empty for others."""
     if isinstance(loader, OptimizedDataLoader) and loader.sampler is not None:
         for step in range(loader.steps_per_epoch):
             yield from loader.step_shape(step).samples
@@ -404,7 +408,7 @@ def _planned_sizes(loader: Any, skipped: int) -> Iterator[int]:
 
 
 def close_loader(loader: Any) -> None:
-    """Stop the workers of a loader of ours now; left to the garbage collector, each would take seconds to end."""
+    """Stop the workers of our own loader now; left to garbage collection, each would take seconds to end."""
     inner = loader.loader if isinstance(loader, CudaDataLoader) else loader
     if isinstance(inner, OptimizedDataLoader):
         inner.close()

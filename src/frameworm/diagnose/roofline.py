@@ -1,7 +1,7 @@
-"""Where a GPU's step goes, and what each setting can gain at most by it.
+"""Where a GPU's step time goes, and the most that each setting can gain.
 
-From a trace: products, attention, other kernels, communication and transfers that nothing hides, and gaps by their
-cause. If a setting made one of these vanish, the step would be `1 / (1 - share)` times as fast: no setting gains more.
+From a trace: matrix products, attention, other kernels, exposed communication and transfers, and gaps by cause. If a
+setting removed one of these entirely, the speedup would be `1 / (1 - share)`: no setting gains more.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from frameworm.records.trace import ATTENTION, MATRIX_PRODUCTS, OTHER_KERNELS, T
 
 COMMUNICATION, TRANSFER, DATA_WAIT = "communication", "transfer", "data_wait"
 SYNCHRONISATION, LAUNCH_GAPS = "synchronisation", "launch_gaps"
-# The settings that can make a part of the step smaller; where there is none, only the script can.
+# The settings that can shrink a part of the step; a part without settings can only be improved in the script.
 KNOBS: dict[str, tuple[str, ...]] = {
     MATRIX_PRODUCTS: ("gpu.mixed_precision", "gpu.tf32", "training.micro_batch"),
     ATTENTION: ("gpu.use_flash_attention", "data.batching"),
@@ -23,15 +23,15 @@ KNOBS: dict[str, tuple[str, ...]] = {
     SYNCHRONISATION: (),
     LAUNCH_GAPS: ("gpu.capture", "gpu.compile_model", "training.micro_batch"),
 }
-_SMALLEST_REST = 1e-3  # a step is never all gap
+_SMALLEST_REST = 1e-3  # a step is never all gaps
 
 
 def roofline(trace: TraceSummary | None, flops: Flops | None = None) -> Roofline | None:
-    """The parts of a step on the busiest GPU of a trace; None without one.
+    """Divide a step on the busiest GPU of a trace into parts; None without a trace.
 
     Args:
-        trace: Of rank 0.
-        flops: The model's arithmetic; tells how near the peak its products run.
+        trace: Trace of rank 0.
+        flops: The model's arithmetic, to compute how close its products come to the peak.
     """
     device = None if trace is None else trace.device
     wall_s = None if device is None else known(device.wall_s)
@@ -53,9 +53,9 @@ def roofline(trace: TraceSummary | None, flops: Flops | None = None) -> Roofline
 
 
 def ceilings(found: Roofline) -> list[Ceiling]:
-    """What each part of the step could gain at most, the largest first; parts that are not there are left out.
+    """Return the most that each part of the step could gain, largest first; parts of zero length are omitted.
 
-    Matrix products have to be done: of them only the time beyond that at the peak can go.
+    Matrix products have to be done, so only their time beyond the time at the peak can be removed.
     """
     gains = []
     for part, share in found.shares.items():
@@ -68,7 +68,7 @@ def ceilings(found: Roofline) -> list[Ceiling]:
 
 
 def _products_of_peak(trace: TraceSummary | None, shares: dict[str, float], flops: Flops | None) -> float | None:
-    """How near the products run to what the device can do: achievable where it was measured, else its peak."""
+    """How close the products come to the achievable rate if it was measured, else to the device's peak."""
     if trace is None or flops is None or not shares[MATRIX_PRODUCTS]:
         return None
     peak = flops.achievable_per_s or flops.peak_per_s

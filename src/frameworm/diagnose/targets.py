@@ -1,4 +1,4 @@
-"""The targets of a training, graded: met, missed, or unknown where nobody measured."""
+"""Grades the targets of a run: met, missed, or unknown if not measured."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LOWER_IS_BETTER = ("val_loss", "train_loss")
 
 
 def grade_targets(record: RunRecord, limits: TargetsConfig | None = None) -> list[Target]:
-    """All targets that are set, in a fixed order, without those of a GPU for a run on a CPU.
+    """Grade all targets that are set, in a fixed order; for a run on CPU, without those for a GPU.
 
     Args:
         record: The run.
-        limits: What it should reach; the usual targets unless given.
+        limits: The targets; default: `TargetsConfig()`.
     """
     limits = limits or TargetsConfig()
     system, checkpoint = record.system or SystemSummary(), record.checkpoint
@@ -47,7 +47,7 @@ def grade_targets(record: RunRecord, limits: TargetsConfig | None = None) -> lis
 def _graded(
     name: str, label: str, sign: str, limit: float | None, value: float | None, unit: str = "%"
 ) -> Target | None:
-    """One target; None where it is off."""
+    """Grade one target; None if it is off."""
     if limit is None:
         return None
     value = known(value)
@@ -57,7 +57,7 @@ def _graded(
 
 
 def _time_to_quality(record: RunRecord, limits: TargetsConfig) -> Target | None:
-    """Seconds of the epochs up to the first that was good enough; a run that never was has missed it."""
+    """Grade the time of the epochs up to the first that is good enough; a run that never gets there misses it."""
     if limits.quality is None:
         return None
     metric, within_s = limits.quality_metric, limits.time_to_quality_s
@@ -69,7 +69,7 @@ def _time_to_quality(record: RunRecord, limits: TargetsConfig) -> Target | None:
 
 
 def _reached_s(epochs: list[EpochRecord], metric: str, quality: float) -> tuple[float | None, bool]:
-    """When the metric was reached, if it was, and whether it was measured at all."""
+    """Return when the metric was reached, if it was, and whether it was measured at all."""
     passed_s, seen = 0.0, False
     for epoch in epochs:
         passed_s += epoch.epoch_time_s
@@ -99,7 +99,7 @@ def _device_of(record: RunRecord) -> str:
 
 
 def _gpu_memory(record: RunRecord) -> float | None:
-    """Most of the GPU's memory in use at once: by this process, or by all where only the driver knows."""
+    """Fraction of the GPU's memory in use at the peak: of this process, or of all if only the driver knows."""
     system = record.system
     peak, total = known(record.memory.peak_bytes), known(record.memory.total_bytes)
     if _device_of(record) and peak is not None and total:

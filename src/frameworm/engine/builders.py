@@ -1,7 +1,7 @@
-"""The parts of a session, each put together by one function: model, step, output, and what protects a run.
+"""Build the parts of a session, one function each: model, step, output, and what protects a run.
 
-They are called in this order: the model is placed before its step is made, and a folder is opened only once everything
-before it was accepted, so that a refused job leaves no folder behind.
+They are called in this order: the model is placed before its step is built, and the folder is opened only once
+everything before it was accepted, so that a refused job leaves no folder behind.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from frameworm.engine.checkpoint.training_state import TrainingState
 from frameworm.engine.faults.bad_numbers import BadNumbers
 from frameworm.engine.faults.out_of_memory import Explainer
 from frameworm.engine.faults.spikes import SpikeWatch, make_spikes
-from frameworm.engine.faults.split_on_oom import Halving, make_halving
+from frameworm.engine.faults.split_on_oom import BatchSplitter, make_splitter
 from frameworm.engine.faults.watchdog import make_watchdog
 from frameworm.engine.job import Job
 from frameworm.engine.memory.dry_run import DryRun
@@ -39,27 +39,38 @@ from frameworm.engine.optim.schedule import AnySchedule
 from frameworm.engine.optim.schedule_free import make_averages
 from frameworm.engine.optim.update import Update
 from frameworm.engine.run_output import RunOutput
-from frameworm.engine.step.capture import CapturedStep, make_recorder
+from frameworm.engine.step.capture import CapturedStep
 from frameworm.engine.step.evaluation import NO_ACCURACY, why_unwatched
 from frameworm.engine.step.flops import FlopWatch
-from frameworm.engine.step.graphs import GraphRecorder
+from frameworm.engine.step.graphs import Recorder
+from frameworm.engine.step.joint import JointDecisions
 from frameworm.engine.step.loss import LossFunction
 from frameworm.engine.step.metrics import Metrics
+from frameworm.engine.step.one_message import OneMessage
+from frameworm.engine.step.recording import make_recorder, on_stream
 from frameworm.engine.step.step import TrainStep
 from frameworm.engine.summary import Tally, count_parameters, describe_device, measure_memory
 from frameworm.errors import ConfigError
 from frameworm.hardware.fingerprint import environment_fingerprint
-from frameworm.launch.process_group import all_reduce_sums, is_distributed, setup_ddp, shared_store
+from frameworm.launch.process_group import (
+    all_reduce_sums,
+    broadcast_object,
+    gather_objects,
+    is_distributed,
+    setup_ddp,
+    shared_store,
+)
 from frameworm.launch.reports import RankReports
 from frameworm.launch.stopping import StopAgreement, StopRequest
-from frameworm.observe.clocks.communication import recorded
+from frameworm.observe.clocks.communication import BucketRecorder, recorded
 from frameworm.observe.clocks.device_clock import make_clock
-from frameworm.observe.clocks.gradient_times import GradientWatch, unseen_because
+from frameworm.observe.clocks.gradient_times import GradientWatch, ReplayedGradients, unseen_because
 from frameworm.observe.clocks.phases import StepClock
 from frameworm.observe.clocks.ranks import RankWatch
 from frameworm.observe.clocks.windows import Windows
 from frameworm.observe.flops.counter import FlopCount
 from frameworm.observe.system.sampler import NoSampler, SystemSampler, make_sampler
+from frameworm.parallel.strategy import Hook
 from frameworm.records.events import Events
 from frameworm.records.schema import RunRecord
 
@@ -68,34 +79,41 @@ _session_numbers = itertools.count()
 
 @dataclass
 class PreparedModel:
-    """A model where it trains: placed, laid out, sharded, compiled.
+    """A model ready to train: placed, laid out, sharded, compiled.
 
     Attributes:
-        wrapped: What the step calls; the model itself, or the strategy's wrapper around it.
-        recorder: Records steps as graphs; None: steps run eagerly.
-        attention: To be entered while the model trains.
+        wrapped: What the step calls: the model itself, or the strategy's wrapper around it.
+        compiler: Compiles the model.
+        recorder: Records steps as graphs; None if steps run eagerly.
+        capture_note: Why steps are not captured as asked, for the summary.
+        attention: Context to enter while the model trains.
     """
 
     wrapped: nn.Module
     compiler: Compiler
-    recorder: GraphRecorder | None
+    recorder: Recorder | None
     capture_note: str | None
     attention: ModelAttention
 
 
 def prepare_model(job: Job) -> PreparedModel:
-    """Bring a job's model and optimizer to where and how they train; both may be replaced or changed in place."""
+    """Prepare a job's model and optimizer for training; both may be replaced or changed in place."""
     config, strategy = job.config, job.strategy
-    strategy.place_beside(job.beside)
-    apply_checkpointing(job.model, config.memory)
-    wrapped = strategy.place(job.model)
-    strategy.scale_losses_by(job.precision.loss_scale)
     handed = [type(item).__name__ for item in job.callbacks if Events([item]).wants_batches]
+    if strategy.gradient_ranks > 1 and config.gpu.capture != "off":
+        # Some callbacks may be given to one rank only, and ranks that record send their gradients in another way.
+        handed = [name for names in broadcast_object(gather_objects(handed)) or [] for name in names]
     recorder, note = make_recorder(config.gpu.capture, strategy, handed)
-    layout = False if strategy.shards_parameters else config.gpu.channels_last
-    if wants_channels_last(layout, job.model, job.precision, strategy.device, compiled=config.gpu.compile_model):
-        job.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    job.optimizer = strategy.shard_optimizer(job.optimizer)
+    # Gradients are sent on the stream on which the sending hooks are created.
+    with on_stream(None if recorder is None else recorder.stream):
+        strategy.place_beside(job.beside)
+        apply_checkpointing(job.model, config.memory)
+        wrapped = strategy.place(job.model)
+        strategy.scale_losses_by(job.precision.loss_scale)
+        layout = False if strategy.shards_parameters else config.gpu.channels_last
+        if wants_channels_last(layout, job.model, job.precision, strategy.device, compiled=config.gpu.compile_model):
+            job.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        job.optimizer = strategy.shard_optimizer(job.optimizer)
     compiler = Compiler(config.gpu, captured=recorder is not None)
     compiler.apply(job.model)
     attention = ModelAttention(job.model, job.padding, captured=recorder is not None)
@@ -114,7 +132,7 @@ class StepParts:
     windows: Windows
     ranks: RankWatch | None
     gradients: GradientWatch
-    halving: Halving | None
+    splitter: BatchSplitter | None
     halving_note: str | None
     watched: dict[str, str]
     flops: FlopWatch
@@ -122,7 +140,7 @@ class StepParts:
 
 
 def build_step(job: Job, prepared: PreparedModel) -> StepParts:
-    """Make the step, eager or captured, with its update, schedule and clocks."""
+    """Build the step, eager or captured, with its update, schedule and clocks."""
     config, strategy, recorder = job.config, job.strategy, prepared.recorder
     total_steps = job.total_steps
     schedule = job.make_schedule(total_steps)
@@ -144,24 +162,48 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
             averages.take_over(job.averages)
         job.averages = averages
     windows = Windows(config.observe, strategy.device, strategy.rank, total_steps)
-    # A user's listener may rely on hearing of a step before the next one begins; on a GPU it hears of it later, but on
-    # all ranks at the same step, for it may change what is trained.
+    # A user's callback may rely on running before the next step begins. On a GPU it runs some steps late, but on all
+    # ranks at the same step, since it may change what is trained.
     listens = bool(job.callbacks)
     clock = windows.around(make_clock(strategy.device, listens, in_step=listens and strategy.world_size > 1))
     ranks: RankWatch | None = None
-    if strategy.wrap_hook(lambda hook: recorded(hook, clock.record_buckets())):
+
+    buckets: BucketRecorder | None = None
+
+    def observed(hook: Hook) -> Hook:
+        nonlocal buckets
+        buckets = clock.record_buckets()
+        if recorder is not None:
+            recorder.buckets = buckets
+        return recorded(hook, buckets)
+
+    if strategy.wrap_hook(observed):
         ranks = RankWatch(strategy.rank, strategy.world_size, strategy.device, clock.max_steps_ahead - 1)
     step: TrainStep | CapturedStep
     step = eager = TrainStep(job.model, prepared.wrapped, loss_function, update, strategy, job.precision, clock)
     eager.uncompiled = prepared.compiler.uncompiled if prepared.compiler.enabled else None
-    if recorder is not None:
-        update.halves = HalfWeights.of(job.model, job.precision.dtype)
+    if recorder is not None and OneMessage.suits(strategy, job.model):
+        eager.one_message = OneMessage(job.model.named_parameters(), strategy, buckets)
+    sends_itself = prepared.wrapped is not job.model and eager.one_message is None
+    if recorder is not None and not sends_itself and not strategy.shards_parameters:
+        # Hooks that send gradients wait for those of the parameters themselves.
+        update.half_weights = HalfWeights.of(job.model, job.precision.dtype)
+        if prepared.wrapped is not job.model and update.find_one_pass() is None:
+            update.half_weights = None
     unseen = unseen_because(recorder is not None, strategy.world_size, strategy.shards_parameters)
     gradients = GradientWatch(job.model, strategy.device, eager.marking, clock.mark, unseen)
     if recorder is not None:
-        step = CapturedStep(eager, recorder, clock, trial=config.gpu.capture == "auto")
+        joint = JointDecisions()
+        if strategy.gradient_ranks > 1:
+            store = shared_store(f"capture{next(_session_numbers)}")
+            joint = JointDecisions(store, strategy.rank, strategy.world_size)
+        trial = config.gpu.capture == "auto"
+        alone = strategy.world_size == 1 and prepared.wrapped is job.model and not strategy.shards_parameters
+        times = ReplayedGradients(gradients) if alone and config.gpu.capture != "rehearse" else None
+        alike = job.train.shapes_alike
+        step = CapturedStep(eager, recorder, clock, trial=trial, joint=joint, alike=alike, gradients=times)
     eager.flops = flops = watch_flops(job, prepared, clock)
-    drawing = Walk({"model": job.model, "loss_fn": job.loss_fn}).generators  # looked for once: models are large
+    drawing = Walk({"model": job.model, "loss_fn": job.loss_fn}).generators  # searched once, as models are large
     parts = users_parts(job.train.loader, "loader")
     for name, loader in job.validation.items():
         parts.update(users_parts(loader, f"validation.{name}" if name else "validation"))
@@ -180,26 +222,26 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
         update.averages,
     )
     job.state = state
-    halving, note = make_halving(config.memory.on_oom, step, job.batch, state)
+    splitter, note = make_splitter(config.memory.on_oom, step, job.batch, state)
     watched = find_watched(job, schedule, loss_function)
     metrics = Metrics(job.metrics, strategy)
     return StepParts(
-        step, update, loss_function, state, clock, windows, ranks, gradients, halving, note, watched, flops, metrics
+        step, update, loss_function, state, clock, windows, ranks, gradients, splitter, note, watched, flops, metrics
     )
 
 
 def watch_flops(job: Job, prepared: PreparedModel, clock: StepClock) -> FlopWatch:
-    """What counts the model's FLOPs: as its operations run, or without running them where they would not show."""
+    """Create the FLOP counter, which observes operations as they run, or counts hidden ones in a dry run."""
     device, compiler = job.strategy.device, prepared.compiler
 
     def dry(micro: Any) -> FlopCount:
         try:
             run = DryRun(job.model, lambda _: micro, job.loss_fn, device=device.type, precision=job.precision.name)
             return run.count_flops()
-        except Exception as error:  # whatever a model does that cannot be copied, or not without values
+        except Exception as error:  # the model may not support copies, or tensors without values
             return FlopCount(problem=str(error).partition("\n")[0])
 
-    # The compiler may write products as kernels of its own, and what it recomputes looks like any other backward.
+    # The compiler may generate its own product kernels, and its recomputation looks like any other backward.
     recomputes = job.config.memory.activation_checkpointing != "off"
     hidden = compiler.enabled and ("max-autotune" in (compiler.mode or "") or recomputes)
     unseen = "strategy dp runs the model in several threads" if job.strategy.name == "dp" else None
@@ -207,10 +249,10 @@ def watch_flops(job: Job, prepared: PreparedModel, clock: StepClock) -> FlopWatc
 
 
 def find_watched(job: Job, schedule: AnySchedule, loss_function: LossFunction) -> dict[str, str]:
-    """Settings that need a metric of the validation, and which.
+    """Return settings that need a validation metric, with its name.
 
     Raises:
-        ConfigError: There is going to be no such metric.
+        ConfigError: If there will be no such metric.
     """
     early_stop, checkpoint = job.config.training.early_stop, job.config.checkpoint
     metrics = {
@@ -226,7 +268,7 @@ def find_watched(job: Job, schedule: AnySchedule, loss_function: LossFunction) -
             )
         if metric == "val_accuracy" and not loss_function.may_score:
             raise ConfigError(f"{setting} watches {metric}, and {NO_ACCURACY}")
-        # What a metric returns may be several numbers under names of their own: they show in the first validation.
+        # A metric may return several named numbers, which are known only after the first validation.
         begins = [f"val_{name}" for name in ("loss", "accuracy", *job.metrics)]
         begins += [f"val_{name}_" for name in job.validation if name]
         if not metric.startswith(tuple(begins)):
@@ -236,7 +278,7 @@ def find_watched(job: Job, schedule: AnySchedule, loss_function: LossFunction) -
 
 @dataclass
 class Output:
-    """Where a run is written, who listens to it, and the number that tells its messages from other sessions'."""
+    """Where a run is written, its listeners, and the number that separates its messages from other sessions'."""
 
     run: RunOutput
     tally: Tally
@@ -287,7 +329,7 @@ def _opened(job: Job, parts: StepParts, output: RunOutput) -> Output:
 
 @dataclass
 class Protection:
-    """What stops a run in time, and what explains why it failed."""
+    """What stops a run in time and explains why it failed."""
 
     request: StopRequest
     agreement: StopAgreement
@@ -299,12 +341,14 @@ class Protection:
 
 
 def build_protection(job: Job, parts: StepParts, output: Output) -> Protection:
-    """Make everything that watches over a run."""
+    """Build everything that protects a run."""
     config, strategy, state, number = job.config, job.strategy, parts.state, output.number
     rank, world_size = strategy.rank, strategy.world_size
     request = job.request
     store = shared_store(f"session{number}")
     agreement = StopAgreement(request, store, rank, world_size, lookahead=parts.clock.max_steps_ahead + 1)
+    if isinstance(parts.step, CapturedStep):
+        parts.step.agree_by(agreement)
     bad_numbers = BadNumbers(
         config.training.max_bad_steps,
         parts.update,
@@ -319,7 +363,7 @@ def build_protection(job: Job, parts: StepParts, output: Output) -> Protection:
     return Protection(
         request,
         agreement,
-        make_watchdog(config.parallel.watchdog_s, shared_store(f"watchdog{number}"), state, output.path),
+        make_watchdog(config.parallel.watchdog_s, shared_store(f"watchdog{number}"), state, output.path, parts.step),
         make_spikes(
             config.training.on_spike, lambda values: all_reduce_sums(values, strategy.device), state, output.store
         ),
@@ -330,7 +374,7 @@ def build_protection(job: Job, parts: StepParts, output: Output) -> Protection:
 
 
 def begin_record(job: Job, folder: Path | None) -> RunRecord:
-    """The record of a run that has not begun; `failed` until it ends otherwise."""
+    """Create the record of a run that has not begun; its status is `failed` until it ends otherwise."""
     device, precision = job.strategy.device, job.precision.name
     return RunRecord(
         name=job.config.name,

@@ -1,4 +1,4 @@
-"""What makes two runs without a name the same experiment: the model, the data and the script."""
+"""Identify the experiment of runs without a name: the model, the data and the script."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _DEEPEST = 4  # data sets inside data sets
 
 
 def describe_experiment(model: nn.Module, loader: Any, script: str | None) -> dict[str, str]:
-    """The experiment in words that are the same whenever it is started again.
+    """Describe the experiment in words that are the same whenever it is started again.
 
     Args:
         model: As the user built it; its structure counts, its weights do not.
-        loader: The training loader; its data count: kinds, number of samples, and the first values and file names held.
-        script: What was started; None for the script of this process.
+        loader: The training loader; of its data, types, number of samples, first values and file names count.
+        script: The script that was started; None for this process's script.
     """
     return {"model": _describe_model(model), "data": _describe_data(loader), "script": script or _main_script()}
 
@@ -42,32 +42,32 @@ def _describe_model(model: nn.Module) -> str:
 def _describe_data(loader: Any) -> str:
     dataset = getattr(loader, "dataset", loader)
     count = ""
-    with suppress(Exception):  # a length of the user's own, which a stream need not have
+    with suppress(Exception):  # user code; a stream may have no length
         count = f" of {len(dataset)}"
     name = getattr(dataset, "__qualname__", type(dataset).__qualname__)
     return f"{name}{count} {_digest(list(_lines(dataset, _DEEPEST)))}"
 
 
 def _lines(dataset: Any, depth: int) -> Iterator[str]:
-    """What a data set holds beside numbers, which may be counters, and dicts, which may be caches."""
+    """Describe what a data set holds, except numbers, which may be counters, and dicts, which may be caches."""
     yield type(dataset).__qualname__
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         for item in value[:_MOST_ITEMS] if isinstance(value, (list, tuple)) else (value,):
             if isinstance(item, torch.Tensor):
                 yield f"{name}: {tuple(item.shape)} {item.dtype}"
-                with suppress(Exception):  # sparse, transposed or without values: the shape tells
+                with suppress(Exception):  # sparse, transposed or without values: the shape is enough
                     yield str(item.detach().view(-1)[:_MOST_VALUES].tolist())
             elif isinstance(item, np.ndarray):
                 yield f"{name}: {item.shape} {item.dtype} {item.flat[:_MOST_VALUES].tolist()}"
             elif isinstance(item, str):
-                yield f"{name}: {PurePath(item).name}"  # the same data may lie elsewhere on another machine
+                yield f"{name}: {PurePath(item).name}"  # paths may differ between machines
             elif isinstance(item, Dataset) and depth:
                 yield from _lines(item, depth - 1)
 
 
 def _main_script() -> str:
     path = getattr(sys.modules.get("__main__"), "__file__", None)
-    return "interactive" if path is None else os.path.relpath(path)  # as the runs are, relative to where it is started
+    return "interactive" if path is None else os.path.relpath(path)  # relative to the working directory, as runs are
 
 
 def _digest(lines: list[str]) -> str:

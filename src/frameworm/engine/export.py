@@ -1,4 +1,4 @@
-"""What a run has learnt, for inference: its weights in one of several forms, or a compiled model."""
+"""Export a run for inference: its weights in one of several forms, or a compiled model."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ from frameworm.parallel.shards import StoredTensor, loaded
 from frameworm.records.objects.place import is_url
 from frameworm.records.objects.runs import age_of, local_copy
 from frameworm.records.store import RunFolder
+from frameworm.torch_private.compiler import compile_package
 
 log = logging.getLogger("frameworm")
-PICKLED = (".pt", ".pth", ".pkl", ".bin", ".ckpt")  # what torch.load would be tried on
+PICKLED = (".pt", ".pth", ".pkl", ".bin", ".ckpt")  # files that people would read with torch.load
 WEIGHTS = ("auto", "ema", "trained")
 TYPES = {
     **{"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16},
@@ -68,16 +69,16 @@ class Exported:
 def choose_checkpoint(
     folder: RunFolder, which: str, metric: str = "val_loss", highest: bool | None = None
 ) -> StoredCheckpoint:
-    """A checkpoint of a run.
+    """Choose a checkpoint of a run.
 
     Args:
         folder: The run.
-        which: `latest`, `best` (by `metric`, of those saved at the end of an epoch), or the number of a step.
-        metric: The figure that `best` is about.
-        highest: Whether its highest value is the best; None: as its name, or the run's config, says.
+        which: `latest`, `best` (by `metric`, among those saved at the end of an epoch), or the number of a step.
+        metric: The metric for `best`.
+        highest: Whether higher is better; None to decide by its name or the run's config.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: If there is none.
     """
     if which == "latest":
         newest = load_newest(folder.checkpoints, log.warning)
@@ -90,7 +91,7 @@ def choose_checkpoint(
 
 
 def _chooser(folder: RunFolder, shown: str, which: str, metric: str, highest: bool | None = None) -> Choose:
-    """Chooses among names of checkpoints as `choose_checkpoint` says; `shown` is what messages call the run."""
+    """Return a function that chooses among checkpoint names like `choose_checkpoint`; messages call the run `shown`."""
 
     def choose(names: Sequence[str], figure: Callable[[str], float | None]) -> str:
         if which == "best":
@@ -115,11 +116,11 @@ def _chooser(folder: RunFolder, shown: str, which: str, metric: str, highest: bo
 
 
 def open_for_export(run: str | Path, which: str, metric: str) -> RunFolder:
-    """A run with the checkpoint that is wanted; of a URL both are copied first.
+    """Open a run with the wanted checkpoint; from a URL, both are copied first.
 
     Raises:
-        RunFolderError: There is no such run; also StorageError.
-        CheckpointError: It has no such checkpoint.
+        RunFolderError: If there is no such run; also StorageError.
+        CheckpointError: If it has no such checkpoint.
     """
     choose = None
     if which != "latest" and is_url(run):
@@ -128,14 +129,15 @@ def open_for_export(run: str | Path, which: str, metric: str) -> RunFolder:
 
 
 def chosen_weights(saved: SavedState, weights: str, where: str) -> tuple[dict[str, Any], bool]:
-    """The model's state in a checkpoint, with the weights to use, and whether these are averaged.
+    """Return the model's state in a checkpoint with the chosen weights, and whether these are averaged.
 
     Args:
-        weights: `trained`, `ema` (averaged by training.ema), or `auto`: averaged if the run has averaged them.
+        saved: The checkpoint's state.
+        weights: `trained`, `ema` (averaged by training.ema), or `auto` (averaged if the run has averages).
         where: The checkpoint, for messages.
 
     Raises:
-        CheckpointError: It has no averages, or they have other names than the model's state.
+        CheckpointError: If it has no averages, or their names differ from the model's state.
     """
     if weights not in WEIGHTS:
         raise CheckpointError(f"--weights takes {', '.join(WEIGHTS)}, not {weights}")
@@ -151,13 +153,13 @@ def chosen_weights(saved: SavedState, weights: str, where: str) -> tuple[dict[st
         raise CheckpointError(
             f"{where} averages {unknown[0]}, which the model's state does not name; use --weights trained"
         )
-    # Weights that are tied have one average, under the first of their names.
+    # Tied weights have one average, under the first of their names.
     of = {id(state[name]): name for name in averages if name in state}
     return {name: averages.get(of.get(id(item), ""), item) for name, item in state.items()}, True
 
 
 def _prefers_higher(folder: RunFolder, metric: str) -> bool:
-    """Whether a run's best checkpoint by a metric is the one with the highest value."""
+    """Whether a higher value of the metric is better, by its name or the run's config."""
     if metric.endswith(("loss", "accuracy")):
         return prefers_higher(metric)
     config = load_config_from_text(folder.read_config(), show_path(folder.config))
@@ -189,17 +191,17 @@ def export_weights(
         run: Run folder, or URL of a run in object storage.
         out: The file, or a folder.
         which: As for `choose_checkpoint`.
-        metric: As there.
-        dtype: Of floating-point tensors; None: as they were trained.
+        metric: As for `choose_checkpoint`.
+        dtype: Of floating-point tensors; None to keep that of training.
         weights: As for `chosen_weights`.
         form: `safetensors`, `pretrained` or `dcp`; see `weight_formats`.
-        max_shard_size: Of one safetensors file.
-        workload: With `pretrained`: the model that the run's config describes, which writes itself.
-        shape: With `pretrained`: what that model writes, where the run has kept it.
+        max_shard_size: Largest size of one safetensors file.
+        workload: For `pretrained`: the model that the run's config describes, which writes itself.
+        shape: For `pretrained`: the layout of what that model writes, if the run has stored it.
 
     Raises:
-        CheckpointError: There is no such checkpoint.
-        RunFolderError: There is no such run, or the file cannot be written.
+        CheckpointError: If there is no such checkpoint.
+        RunFolderError: If there is no such run, or the file cannot be written.
     """
     target = _free(out)
     shard_bytes = parse_size(max_shard_size)
@@ -221,7 +223,7 @@ def export_weights(
         check_same_model(state, workload.model, str(stored.path))
         tensors = outgoing.all()
         workload.model.load_state_dict(tensors, assign=True)
-        # One tensor for each name that a weight has, so that the model sees what it shares.
+        # The model's own tensors under all their names, so that it recognizes tied weights.
         tensors = {name: item for name, item in workload.model.state_dict().items() if name in tensors}
         size = write_pretrained(
             target, workload.model, tensors, workload.processing_class, max_shard_size, is_own_state=True
@@ -236,7 +238,7 @@ def export_weights(
 
 
 def _outgoing(state: Mapping[str, Any], trained: Mapping[str, Any], kind: torch.dtype | None) -> Outgoing:
-    """The tensors of a checkpoint as they are to be written; each is read when it is."""
+    """Prepare a checkpoint's tensors for writing; each is read only when it is written."""
     about: dict[str, tuple[torch.Size, torch.dtype]] = {}
     for name, item in state.items():
         if isinstance(item, StoredTensor) and isinstance(trained[name], StoredTensor):
@@ -249,7 +251,7 @@ def _outgoing(state: Mapping[str, Any], trained: Mapping[str, Any], kind: torch.
         item = state[name]
         if places.count(id(item)) == 1:
             return item.read().to(about[name][1])  # type: ignore[no-any-return]
-        if id(item) not in read:  # weights that are tied stay so in memory; a file holds a copy for each name
+        if id(item) not in read:  # tied weights stay tied in memory; a file holds a copy for each name
             read[id(item)] = item.read().to(about[name][1])
         return read[id(item)]
 
@@ -271,17 +273,17 @@ def export_compiled(
 
     Args:
         run: Run folder, or URL of a run in object storage.
-        out: The package, which ends in .pt2.
+        out: The package, a name that ends in .pt2.
         workload: The model that the run's config describes, and its loss.
-        batch: A batch of its data: the shapes to compile for; sizes that can vary do.
+        batch: A batch of its data, for the shapes to compile for; dimensions are dynamic where possible.
         which: As for `choose_checkpoint`.
-        metric: As there.
-        device: What it will run on.
+        metric: As for `choose_checkpoint`.
+        device: The device that the package will run on.
         weights: As for `chosen_weights`.
 
     Raises:
-        ModelError: The model cannot be exported or compiled here.
-        CheckpointError: There is no such checkpoint, or it is of another model.
+        ModelError: If the model cannot be exported or compiled here.
+        CheckpointError: If there is no such checkpoint, or it belongs to another model.
     """
     target = _free(out)
     if target.suffix != ".pt2":
@@ -301,8 +303,8 @@ def export_compiled(
         with torch.no_grad():
             program = torch.export.export(model, (), arguments, dynamic_shapes=dynamic)
             target.parent.mkdir(parents=True, exist_ok=True)
-            torch._inductor.aoti_compile_and_package(program, package_path=str(target))
-    except Exception as error:  # torch has no common error for what it cannot do
+            compile_package(program, str(target))
+    except Exception as error:  # torch has no common base for these errors
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
             f"torch {torch.__version__} cannot compile {type(model).__name__} ahead of time ({type(error).__name__}: "
@@ -323,7 +325,7 @@ def _free(out: str | Path) -> Path:
 
 
 def _call_of(model: nn.Module, batch: Any, workload: Workload, device: torch.device) -> dict[str, Any]:
-    """The keywords that a batch becomes when the model is asked for its answer, not for its loss."""
+    """Return the keyword arguments of a forward call for a batch, without the target."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     handle = model.register_forward_pre_hook(
         lambda _, positional, named: calls.append((positional, named)), with_kwargs=True

@@ -1,4 +1,4 @@
-"""Checks what a user hands to a `Trainer`, before anything is built: habits of other libraries are refused in words."""
+"""Check what a user passes to a `Trainer` before anything is built, and explain habits of other libraries."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader
+from frameworm.engine.pretrained import saves_itself
 from frameworm.engine.step.calls import takes_target_first
 from frameworm.errors import ConfigError, DataError
 from frameworm.observe.loggers.protocol import Logger
@@ -27,15 +28,15 @@ OWN_LOOP = (
     "A step of your own, or one that updates several optimizers in turn as that of a GAN does, stays in your own loop: "
     "`frameworm profile SCRIPT` and `frameworm tune SCRIPT` take that script as it is"
 )
-# Methods in which other trainers let users write the step; this one would never call them.
+# Methods in which users of other trainers write the step; this one never calls them.
 _STEP_METHODS = ("training_step", "train_step", "compute_loss", "optimizer_step", "configure_optimizers")
 
 
 def check_given(model: Any, optimizer: Any, loss_fn: Any, scheduler: Any) -> None:
-    """Refuse arguments in another order or of another kind.
+    """Check the order and types of the arguments.
 
     Raises:
-        ConfigError: Says which one.
+        ConfigError: If one is wrong; the message says which.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch module, not {_word(model)}: {_ORDER}")
@@ -57,7 +58,7 @@ def check_given(model: Any, optimizer: Any, loss_fn: Any, scheduler: Any) -> Non
         raise ConfigError(f"loss_fn must be a function or a module, not {_word(loss_fn)}{hint}: {_ORDER}")
     if loss_fn is not None and takes_target_first(getattr(loss_fn, "forward", loss_fn)):
         raise ConfigError(
-            "loss_fn takes the target first by the names of its parameters, and it is called as loss_fn(output, "
+            "loss_fn has parameters named as if the target came first, and is called as loss_fn(output, "
             "target): change their order, or wrap it (lambda output, target: f(target, output))"
         )
     if isinstance(scheduler, (list, tuple)):
@@ -81,19 +82,19 @@ def _check_optimizer(optimizer: Any) -> None:
         )
     if not isinstance(optimizer, torch.optim.Optimizer) and not _has(optimizer, "param_groups", "step", "state_dict"):
         raise ConfigError(f"optimizer must be an optimizer of torch, not {_word(optimizer)}: {_ORDER}")
-    # Of the class: torch's schedulers put a function of their own into the object.
+    # Check the class, as torch's schedulers replace `step` on the instance.
     if not _takes(type(optimizer).step, 1):
         raise ConfigError(
             f"{type(optimizer).__name__} calls the model several times in a step (its step needs a closure), and this "
-            "training loop calls it once; use an optimizer that steps by the gradients at hand, such as AdamW or SGD"
+            "training loop calls it once; use an optimizer that steps by gradients alone, such as AdamW or SGD"
         )
 
 
 def check_subclass(kind: type, base: type) -> None:
-    """Refuse a trainer with a step of its own: the methods of other libraries are not called here.
+    """Refuse a subclass that defines a step in a method of other libraries, which is not called here.
 
     Raises:
-        ConfigError: Names the method.
+        ConfigError: If there is such a method.
     """
     for name in _STEP_METHODS:
         if hasattr(kind, name) and not hasattr(base, name):
@@ -104,10 +105,10 @@ def check_subclass(kind: type, base: type) -> None:
 
 
 def check_callbacks(callbacks: Any) -> list[Listener]:
-    """The callbacks as a list.
+    """Validate the callbacks and return them as a list.
 
     Raises:
-        ConfigError: One has none of the methods that are called, or one that cannot be called as they are.
+        ConfigError: If one has no callback method, or a method with a wrong signature.
     """
     if callbacks is None:
         return []
@@ -130,7 +131,7 @@ def check_callbacks(callbacks: Any) -> list[Listener]:
             continue
         methods = [method for method in EVENTS if callable(getattr(item, method, None))]
         if not methods:
-            raise ConfigError(f"{name} is no callback: it has none of the methods {', '.join(EVENTS)}")
+            raise ConfigError(f"{name} is not a callback: it has none of the methods {', '.join(EVENTS)}")
         for method in methods:
             if not _takes(getattr(item, method), EVENTS[method]):
                 raise ConfigError(
@@ -145,10 +146,10 @@ def _is_event(method: str) -> bool:
 
 
 def check_loggers(loggers: Any) -> tuple[list[str], list[Logger]]:
-    """The loggers that are names, for the config, and those that are objects.
+    """Split loggers into names, for the config, and objects.
 
     Raises:
-        ConfigError: One is neither.
+        ConfigError: If one is neither.
     """
     found = [loggers] if isinstance(loggers, (str, Logger)) else loggers
     if not isinstance(found, Iterable) or isinstance(found, Mapping):
@@ -164,27 +165,54 @@ def check_loggers(loggers: Any) -> tuple[list[str], list[Logger]]:
             objects.append(item)
         else:
             raise ConfigError(
-                f"{type(item).__name__} is no logger: it needs the methods start(run), log(values, step) and "
+                f"{type(item).__name__} is not a logger: it needs the methods start(run), log(values, step) and "
                 "finish(status, summary), as frameworm.Logger has them"
             )
     return names, objects
 
 
-def check_loader(loader: Any, name: str, *, several: bool = False) -> None:
-    """Refuse several loaders in the place of one.
-
-    Args:
-        several: Whether a mapping from names to loaders is taken.
+def check_processing_class(given: Any) -> Any:
+    """Return a tokenizer or processor that can be exported with the model, or None.
 
     Raises:
-        DataError: Says which.
+        ConfigError: If it has no method `save_pretrained`.
+    """
+    if given is not None and not saves_itself(given):
+        raise ConfigError(
+            f"processing_class is a {type(given).__name__}, which has no method save_pretrained to be exported with; "
+            "give a tokenizer or processor of the model's library"
+        )
+    return given
+
+
+def check_loss_reduction(loss_fn: Any) -> list[str]:
+    """Return a note for the run if the loss sums over its batch."""
+    if getattr(loss_fn, "reduction", None) != "sum":
+        return []
+    return [
+        "loss_fn adds up its batch (reduction='sum') and is taken for a mean: recorded losses are means over batches "
+        "of such sums, and micro-batches and ranks are weighted by their samples; reduction='mean' is what they are "
+        "meant for"
+    ]
+
+
+def check_loader(loader: Any, name: str, *, several: bool = False) -> None:
+    """Check that `loader` is one loader.
+
+    Args:
+        loader: What the user passed.
+        name: Name of the argument, for messages.
+        several: Whether a mapping from names to loaders is allowed.
+
+    Raises:
+        DataError: If it is not.
     """
     if several and isinstance(loader, Mapping):
         if not loader:
             raise DataError(f"{name} is an empty mapping; give loaders by name, or None")
         for key, item in loader.items():
             if not isinstance(key, str) or not _SET_NAME.fullmatch(key):
-                raise DataError(f"{name}: {key!r} is no name for a validation set; use letters, digits and _ . @ -")
+                raise DataError(f"{name}: {key!r} is not a name for a validation set; use letters, digits and _ . @ -")
             check_loader(item, f"{name}[{key!r}]")
             if item is None or isinstance(item, torch.Tensor):
                 raise DataError(f"{name}[{key!r}] must be a loader, not {_word(item)}")
@@ -211,7 +239,7 @@ def _has(value: Any, *names: str) -> bool:
 
 
 def _takes(call: Callable[..., Any], arguments: int) -> bool:
-    """Whether it can be called with so many arguments; True where nobody can tell."""
+    """Whether a function can be called with this many positional arguments; True if unknown."""
     try:
         inspect.signature(call).bind(*([None] * arguments))
     except TypeError:

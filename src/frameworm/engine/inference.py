@@ -1,7 +1,7 @@
-"""A model and its optimizer outside of a training: placed where they compute, to be scored, asked, saved and loaded.
+"""A model and its optimizer outside training: placed on a device, to evaluate, predict, save and load.
 
-After a training they are as it has left them, under its strategy. Before one they are put on this process's device,
-with the same values on all ranks; nothing is wrapped or divided yet.
+After training they are used as it left them, under its strategy. Before training they are put on this process's device,
+with the same values on all ranks; nothing is wrapped or sharded yet.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _saves = itertools.count()
 
 
 class Trained(NamedTuple):
-    """What a training leaves behind: its settings, and the parts that still hold what it has trained."""
+    """What a training leaves behind: its settings, and the parts that hold what it trained."""
 
     config: Config
     strategy: Strategy
@@ -83,13 +83,13 @@ class Inference:
     """What a `Trainer` does with its model outside of `train`. All ranks must make the same calls.
 
     Args:
-        config: The trainer's settings; those of the last training count where there was one.
+        config: The trainer's settings; replaced by those of the last training, if any.
         model: The model.
         optimizer: Its optimizer.
         loss_fn: As for `Trainer`.
-        trained: What the last training left, if there was one.
-        averages: Of the weights, where they come from a checkpoint and there was no training.
-        sets_backend: Whether torch's own switches follow the config meanwhile.
+        trained: What the last training left, if any.
+        averages: Averaged weights from a checkpoint, if there was no training.
+        sets_backend: Whether to set torch's global switches by the config meanwhile.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Inference:
 
     @property
     def averages(self) -> AveragedWeights | None:
-        """The averaged weights of the model, if it has some."""
+        """The model's averaged weights, if any."""
         return self._state.averages
 
     def _place(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy:
@@ -156,7 +156,7 @@ class Inference:
 
     @contextlib.contextmanager
     def _reading(self, loader: Any) -> Iterator[CudaDataLoader]:
-        """This rank's part of a loader, with torch's switches as in training."""
+        """Read this rank's part of a loader, with torch's switches as in training."""
         adopted, _ = adopt(loader, self._process, 1, self._config.seed, evaluation=True)
         with contextlib.ExitStack() as around:
             if self._sets_backend:
@@ -170,7 +170,7 @@ class Inference:
                 close_loader(adopted)
 
     def evaluate(self, loader: Any, metrics: Mapping[str, Any]) -> Evaluation:
-        """Score the model."""
+        """Evaluate the model on a loader."""
         model, strategy = self._state.model, self._strategy
         loss_function = LossFunction(model, self._loss_fn, self._config.training.accuracy)
         with self._reading(loader) as batches:
@@ -180,7 +180,7 @@ class Inference:
         return found
 
     def predict(self, loader: Any) -> Any:
-        """Ask the model."""
+        """Return the model's outputs for a loader."""
         loss_function = LossFunction(self._state.model, self._loss_fn)
         with self._reading(unshuffled(loader)) as batches:
             return predict(self._state.model, batches, loss_function, self._precision, self._strategy)
@@ -189,8 +189,8 @@ class Inference:
         """Write weights and optimizer into a folder, or the weights alone into a .safetensors file.
 
         Raises:
-            RunFolderError: It would be written over something else, or cannot be written.
-            CheckpointError: The state cannot be saved.
+            RunFolderError: If this would overwrite something else, or cannot be written.
+            CheckpointError: If the state cannot be saved.
         """
         refuse_url(path)
         if path.suffix == WEIGHTS:
@@ -208,7 +208,7 @@ class Inference:
         store.close()
         if store.failed:
             raise CheckpointError(f"{path}: the {store.problem}")
-        for folder in before:  # of an earlier call: the newest by its step need not be the last that was saved
+        for folder in before:  # from earlier calls: the highest step need not be the last one saved
             shutil.rmtree(folder, ignore_errors=True)
         self._on_first_rank(lambda: None)
 
@@ -218,11 +218,11 @@ class Inference:
     def export(
         self, path: Path, form: str, dtype: torch.dtype | None, processing_class: Any, max_shard_size: str | int
     ) -> None:
-        """Write the model's weights for others, in one of the forms of `weight_formats`.
+        """Export the model's weights in one of the forms of `weight_formats`.
 
         Raises:
-            RunFolderError: Something is there, or it cannot be written.
-            ModelError: The model cannot write itself.
+            RunFolderError: If the target exists or cannot be written.
+            ModelError: If the model cannot write itself.
         """
         refuse_url(path)
         shard_bytes = parse_size(max_shard_size)
@@ -238,7 +238,7 @@ class Inference:
         kinds = {name: dtype if dtype and item.is_floating_point() else item.dtype for name, item in state.items()}
         if form == "dcp":
             written = {name: item.to(kinds[name]) for name, item in state.items()}
-            write_dcp(path, written)  # all ranks: each writes its part
+            write_dcp(path, written)  # called by all ranks: each writes its part
         elif form == "pretrained":
             whole = {name: self._whole(item, kinds[name]) for name, item in state.items()}
             is_own = not any(is_part(item) or kinds[name] != item.dtype for name, item in state.items())
@@ -255,7 +255,7 @@ class Inference:
         return {name: item for name, item in state.items() if isinstance(item, torch.Tensor)}
 
     def _whole(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The whole of a tensor, on the host of rank 0; where it is divided, all ranks take part."""
+        """Gather a whole tensor on rank 0's host; all ranks must take part if it is sharded."""
         found = tensor.full_tensor() if is_part(tensor) else tensor
         return found.detach().to("cpu", dtype) if self._strategy.rank == 0 else found[:0] if found.ndim else found
 
@@ -271,7 +271,7 @@ class Inference:
         about = {name: (item.shape, kinds[name]) for name, item in state.items()}
         divided = any(is_part(item) for item in state.values())
         facts = {"format": "pt", "step": str(self._state.progress.step)}
-        # What is divided is put together in the order in which rank 0 writes it, and by all ranks.
+        # All ranks gather sharded tensors in the order in which rank 0 writes them.
         outgoing = Outgoing(about, lambda name: self._whole(state[name], kinds[name]))
         if not divided:
             self._on_first_rank(lambda: write_safetensors(path, outgoing, facts, shard_bytes))
@@ -285,7 +285,7 @@ class Inference:
                 )
             except FramewormError as error:
                 problem = error
-        for name in left:  # on rank 0, what an error has left
+        for name in left:  # on rank 0, those that an error left over
             self._whole(state[name], kinds[name])
         problem = broadcast_object(problem)
         if problem is not None:
@@ -298,7 +298,7 @@ class Inference:
         return self._whole(state[name], kinds[name])
 
     def _on_first_rank(self, act: Callable[[], Any]) -> None:
-        """Let rank 0 do something while the others wait; an error is raised on all of them."""
+        """Run something on rank 0 while the others wait; an error is raised on all ranks."""
         problem: FramewormError | None = None
         if self._strategy.rank == 0:
             try:
@@ -310,10 +310,10 @@ class Inference:
             raise problem
 
     def load(self, path: Path) -> int | None:
-        """Read what `save` or a run has written; returns the step after which that was, None where it does not tell.
+        """Load what `save` or a run has written; return its step, or None if unknown.
 
         Raises:
-            CheckpointError: There is nothing to load, or it is of another model or optimizer.
+            CheckpointError: If there is nothing to load, or it belongs to another model or optimizer.
         """
         if path.suffix in PICKLED:
             raise CheckpointError(
@@ -349,7 +349,7 @@ class Inference:
         if divides and self._strategy.rank == 0:
             log.warning(
                 "%s: only the weights are loaded, because strategy %s divides an optimizer that holds nothing yet; "
-                "train(resume=...) goes on with a run as a whole",
+                "train(resume=...) resumes a run as a whole",
                 where,
                 self._config.parallel.strategy,
             )
@@ -376,7 +376,7 @@ class Inference:
 
 
 def _tied(state: Mapping[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The whole tensors, one for all the names of a weight that the model shares: libraries write it once."""
+    """Return the whole tensors, with one object for all names of a tied weight, so that libraries write it once."""
     first: dict[tuple[object, ...], str] = {}
     return {name: whole[first.setdefault(storage_of(item), name)] for name, item in state.items()}
 
@@ -389,7 +389,7 @@ def _check_absent(path: Path) -> None:
 
 
 def _check_free(path: Path) -> None:
-    """Refuse a folder that holds anything but what an earlier `save` wrote."""
+    """Check that a folder holds nothing but what an earlier `save` wrote."""
     if path.suffix in PICKLED:
         raise RunFolderError(
             f"a {path.suffix} file is taken for a pickle, and states are saved as safetensors: give a folder for "
@@ -406,7 +406,7 @@ def _check_free(path: Path) -> None:
 
 
 def _find_checkpoint(path: Path) -> tuple[StoredCheckpoint, SavedState]:
-    """The newest checkpoint in a folder that was saved or in a run's, or the checkpoint that a folder is."""
+    """Find the newest checkpoint in a saved folder or a run folder, or the checkpoint that the folder itself is."""
     own = [item for item in list_checkpoints(path.parent) if item.path.name == path.name] if path.name else []
     if broadcast_object(bool(own)) and own:
         return own[0], own[0].read()

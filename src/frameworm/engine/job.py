@@ -1,4 +1,4 @@
-"""What a session is given: the live objects of a training beside the values of its config, and how they are made."""
+"""What a session is given: a training's live objects in addition to its config, and how they are created."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from frameworm.records.schema import Batch
 from frameworm.report.run.progress import somebody_watches
 
 log = logging.getLogger("frameworm")
-GROUP_STRATEGIES = ("ddp", "zero1", "zero2", "zero3")  # these talk to a process group, also with one process
+GROUP_STRATEGIES = ("ddp", "zero1", "zero2", "zero3")  # these use a process group, even with one process
 
 
 @dataclass
 class Job:
-    """What is to be trained, by what and how; the live objects beside the config's values."""
+    """What to train and how: the live objects in addition to the config's values."""
 
     config: Config
     model: nn.Module
@@ -61,25 +61,25 @@ class Job:
     batch: Batch
     train: StepSource
     validation: Mapping[str, Any]  # loaders by the name of their set; a single one has the name ""
-    open_output: Callable[[], RunOutput]  # called once all else fits, so that a refused job leaves no folder behind
+    open_output: Callable[[], RunOutput]  # called last, so that a refused job leaves no folder behind
     saves: bool = True  # whether there will be a run folder
     callbacks: Sequence[Listener] = ()
     notes: list[str] = field(default_factory=list)
-    advise: Advise | None = None  # settings that would fit, asked when memory has run out
-    gate: Gate | None = None  # stands before every step
+    advise: Advise | None = None  # finds settings that would fit after memory has run out
+    gate: Gate | None = None  # called before every step
     beside: Beside = field(default_factory=Beside)  # what trains beside the model: parameters of the loss
-    padding: PaddingPlanner | None = None  # says of every batch which tokens are padding, to leave them out
-    widths: FewWidths | None = None  # pads batches on
-    averages: AveragedWeights | None = None  # of the weights; at first those of an earlier train()
+    padding: PaddingPlanner | None = None  # finds every batch's padding tokens, to leave them out
+    widths: FewWidths | None = None  # pads batches further, to few widths
+    averages: AveragedWeights | None = None  # averaged weights; initially those of an earlier train()
     metrics: Mapping[str, Any] = field(default_factory=dict)  # the user's, computed in validation
     request: StopRequest = field(default_factory=StopRequest)
-    trainer: Any = None  # what callbacks are handed
-    processing_class: Any = None  # kept with the model's own files
+    trainer: Any = None  # passed to callbacks
+    processing_class: Any = None  # stored with the model's own files
     state: TrainingState | None = None  # set by the session: what was trained
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole training; None where the data does not tell."""
+        """Steps of the whole training; None if the data has no length."""
         training, per_epoch = self.config.training, self.train.steps_per_epoch
         total = None if per_epoch is None else per_epoch * training.epochs
         if training.max_steps is not None:
@@ -88,35 +88,35 @@ class Job:
 
 
 class Running:
-    """What callbacks are handed in a run that has no `Trainer`."""
+    """Passed to callbacks in a run that has no `Trainer`."""
 
     def __init__(self, job: Job) -> None:
         self.model, self.optimizer, self.config = job.model, job.optimizer, job.config
         self._request = job.request
 
     def stop(self) -> None:
-        """As `Trainer.stop`."""
+        """Stop the training, like `Trainer.stop`."""
         self._request.ask("stopped")
 
 
 @dataclass
 class Ingredients:
-    """What a caller brings to a training beside its config.
+    """What a caller brings to a training in addition to its config.
 
     Attributes:
-        make_schedule: Makes the schedule from the total number of steps.
-        train_loader: Read once per epoch; split over the ranks where it is not yet.
+        make_schedule: Creates the schedule from the total number of steps.
+        train_loader: Read once per epoch; split over the ranks if it is not yet.
         run_dir: A folder, `auto` for runs/<name>-<time>, or None for none.
-        resume: A run to go on with, or `auto`.
-        advise: Finds settings that fit when memory runs out; None: no time is spent on that.
-        gate: Stands before every step.
-        seed: Seeds all generators; None: they stay as the caller has them.
-        sets_backend: Whether torch's own switches follow the config, or stay as the caller has them.
-        script: What was started, for runs without a name; None: the script of this process.
-        notes: Said at the start, and again in the summary.
-        metrics: As `check_metrics` gives them.
-        trainer: What callbacks are handed; None: a `Running`.
-        loggers: Trackers beside those that the config names.
+        resume: A run to resume, or `auto`.
+        advise: Finds settings that fit when memory runs out; None to skip the search.
+        gate: Called before every step.
+        seed: Seeds all generators; None to leave them as they are.
+        sets_backend: Whether to set torch's global switches by the config.
+        script: The script that was started, for runs without a name; None for this process's script.
+        notes: Logged at the start and repeated in the summary.
+        metrics: The metrics, from `check_metrics`.
+        trainer: Passed to callbacks; None for a `Running`.
+        loggers: Trackers in addition to those that the config names.
         processing_class: The tokenizer or processor that the model goes with.
     """
 
@@ -142,10 +142,10 @@ class Ingredients:
 
 
 def build_job(config: Config, given: Ingredients) -> Job:
-    """Join the process group, if there is one, and make what a session needs; nothing trains yet.
+    """Join the process group, if there is one, and create what a session needs, without training yet.
 
     Args:
-        config: Checked, with every `auto` decided that the engine cannot decide itself.
+        config: Checked, with `auto` left only where the engine decides itself.
         given: The caller's objects.
     """
     config = settle_better(config, given.metrics)
@@ -250,10 +250,10 @@ def build_job(config: Config, given: Ingredients) -> Job:
 
 
 def settle_better(config: Config, metrics: Mapping[str, Any]) -> Config:
-    """A copy of the config that says of every watched metric of the user's which values are better.
+    """Copy the config and settle for every watched user metric which values are better.
 
     Raises:
-        ConfigError: Neither the config nor the metric says so.
+        ConfigError: If neither the config nor the metric says so.
     """
     config = config.model_copy(deep=True)
     checkpoint, early_stop = config.checkpoint, config.training.early_stop
@@ -265,7 +265,7 @@ def settle_better(config: Config, metrics: Mapping[str, Any]) -> Config:
         higher = next((item for item in known if item is not None), None)
         if higher is None:
             raise ConfigError(
-                f"{place} watches {section.metric}, and nothing says whether more of it is better: set {place}.better "
+                f"{place} watches {section.metric}, and it is unknown whether higher is better: set {place}.better "
                 f"to higher or lower{_known_metrics(metrics)}"
             )
         section.better = "higher" if higher else "lower"
@@ -273,12 +273,12 @@ def settle_better(config: Config, metrics: Mapping[str, Any]) -> Config:
 
 
 def _known_metrics(metrics: Mapping[str, Any]) -> str:
-    """The end of a sentence that names them, since a name may be misspelt."""
+    """End a sentence with the recorded names of the metrics, since a name may be misspelt."""
     return f" (the metrics are recorded as {', '.join(f'val_{name}' for name in metrics)})" if metrics else ""
 
 
 def join_group(config: Config) -> ProcessInfo:
-    """Take part in the process group the environment describes, if there is one."""
+    """Join the process group that the environment describes, if any."""
     timeout_s = config.parallel.timeout_s
     if dist.is_initialized():
         return setup_ddp(timeout_s=timeout_s)
@@ -289,7 +289,7 @@ def join_group(config: Config) -> ProcessInfo:
 
 
 def _alone_notes(config: Config, process: ProcessInfo) -> list[str]:
-    """Settings that are for several processes and do nothing for a single one."""
+    """Return notes on settings that have no effect with a single process."""
     if process.world_size > 1:
         return []
     notes = []
@@ -303,14 +303,14 @@ def _alone_notes(config: Config, process: ProcessInfo) -> list[str]:
 
 
 def backend_of(config: Config) -> str:
-    """The backend to ask for; `auto` is decided by the device, which a config may have chosen."""
+    """Return the backend to request; `auto` depends on the device, which a config may set."""
     if config.parallel.backend == "auto" and config.gpu.device == "cpu":
         return "gloo"
     return config.parallel.backend
 
 
 def device_of(config: Config, process: ProcessInfo) -> torch.device:
-    """The device that this process computes on; a GPU becomes the current one."""
+    """Return this process's device; a GPU becomes the current one."""
     gpu = config.gpu
     device = choose_device(gpu.device, process.device_index(torch.cuda.device_count()), gpu.device_ids)
     if device.type == "cuda":
@@ -319,7 +319,7 @@ def device_of(config: Config, process: ProcessInfo) -> torch.device:
 
 
 def set_backend(config: Config, device: torch.device) -> None:
-    """Set torch's own switches as the config says."""
+    """Set torch's global switches as the config says."""
     gpu = config.gpu
     apply_backend_flags(
         tf32=gpu.tf32, benchmark=gpu.benchmark, deterministic=gpu.deterministic, flash_attention=gpu.use_flash_attention
@@ -331,7 +331,7 @@ def set_backend(config: Config, device: torch.device) -> None:
 def adopt(
     loader: Any, process: ProcessInfo, accumulation: int, seed: int, *, evaluation: bool
 ) -> tuple[Any, str | None]:
-    """The loader as this rank should read it; what was done to it is said once."""
+    """Adapt a loader for this rank; return it with a note on what was changed, which is logged once."""
     if isinstance(loader, Iterator):
         raise DataError(
             "the loader is an iterator, which can be read only once; give something that can be read in every epoch, "

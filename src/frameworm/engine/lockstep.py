@@ -1,8 +1,8 @@
-"""Two runs in lock step: one leads, the other computes the same steps from the same states.
+"""Two runs in lockstep: one leads, the other computes the same steps from the same states.
 
-The leading run trains as its config says. At some of its steps it writes down its state, computes the step in higher
-precision and in the other run's precision, and notes what it gives itself. The following run takes over each state,
-computes the step on its own batch in its own way, and measures how far the two lie apart. `guard.agreement` judges.
+The leading run trains as its config says. At some of its steps it saves its state, computes the step in higher
+precision and in the other run's precision, and records its own result. The following run loads each state, computes the
+step on its own batch in its own way, and measures the divergence of the results. `guard.agreement` judges it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from frameworm.numerics.plain_update import PlainUpdate
 from frameworm.numerics.randomness import has_drawn, random_state, restore_random_state, seed_everything
 from frameworm.numerics.sketch import dense, sketch
 from frameworm.numerics.state import Named, read, whole, write
+from frameworm.torch_private.compiler import draw_as_eager
 
 _POLL_S = 0.005
 _SEED = 20_000
-# Rates at which updates are compared: decay that is lost at the rates of training would vanish in rounding. Without a
-# gradient each step takes about this share off the parameters.
+# Learning rates at which updates are compared: at training's rates, missing decay would vanish in rounding. Without a
+# gradient, each step shrinks the parameters by about this fraction.
 _LARGE_RATE, _LARGE_DECAY = 1.0, 0.1
 _PERTURBATIONS = 2
 
@@ -50,12 +51,12 @@ class Plan:
     Attributes:
         folder: Where the leading run leaves the states of rank 0, and what each rank computed from them.
         steps: Numbers of the steps at which states are compared, from 1.
-        early: For the first of these, after how many steps the state is taken that they start from.
-        updates: At which of the compared states, by place, the optimizer's update is compared.
+        early: For the first of these, the number of steps after which their starting state is taken.
+        updates: Indices of the compared states at which the optimizer's update is compared.
         precision: The following run's `gpu.mixed_precision`, resolved.
         tf32: Whether the following run uses TF32.
-        unit: Unit of rounding of the leading run's precision.
-        draws: Compare so many random draws at the first of the steps; 0: compare outputs with dropout switched off.
+        unit: Unit roundoff of the leading run's precision.
+        draws: Number of random draws to compare at the first of the steps; 0 to compare outputs without dropout.
         wait_s: How long the following run waits for a state.
     """
 
@@ -71,7 +72,7 @@ class Plan:
 
 
 class _Lockstep(Gate):
-    """What both runs have in common: a step that can be computed from any state, and what it gave."""
+    """What both runs have in common: computing a step from any state, and its results."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -82,7 +83,7 @@ class _Lockstep(Gate):
         self._same_draws = contextlib.ExitStack()
 
     def begin(self, session: Session) -> None:
-        """Get hold of the run's insides, before its first step."""
+        """Take hold of the run's internals before its first step."""
         self._step = session.step
         self._eager: TrainStep = session.step.eager if isinstance(session.step, CapturedStep) else session.step
         self._session = session
@@ -99,30 +100,30 @@ class _Lockstep(Gate):
             self._dropout.start()
 
     def enter(self, step: int) -> Passage:
-        """Go on until the last compared step has been made."""
+        """End the run after the last compared step."""
         self._number = step
         return "end" if step > self.plan.steps[-1] else "go"
 
     def admit(self, batch: StepBatch) -> None:
-        """Before the first step, find out whether the model draws random numbers though dropout is off.
+        """Before the first step, find out whether the model draws random numbers although dropout is off.
 
-        Compiled kernels are then told to draw as the others do. Otherwise nothing is set, so that what was compiled
-        for other runs is found in the compiler's cache.
+        If so, compiled kernels are set to draw the same numbers as eager ones. Otherwise nothing is set, so that the
+        compiler's cache from other runs still applies.
         """
         if self._draws_itself is None and not self.plan.draws:
             with self._kept() as now:
                 self._draws_itself = self._is_random(batch, now)
             if self._draws_itself and self._session.compiler.enabled:
-                self._same_draws.enter_context(torch._inductor.config.patch(fallback_random=True))
+                self._same_draws.enter_context(draw_as_eager())
 
     def end(self) -> None:
-        """Leave the process as it was."""
+        """Restore the process's settings."""
         self._same_draws.close()
         if self._dropout is not None:
             self._dropout.stop()
 
     def _own(self, batch: StepBatch, saved: Named, seed: int | None) -> Sketches:
-        """The step as this run computes it, from a saved state."""
+        """Compute the step from a saved state as this run does."""
         self._load(saved, seed)
         with self._eager.marking(None):
             result = self._step.run(self._number - 1, copied(batch))
@@ -145,13 +146,13 @@ class _Lockstep(Gate):
         found = outputs_of(loss, self._probe.gradients, self._tensors, before)
         if self._rank == 0:
             return found
-        # The buffers of rank 0 are the model's: strategies send them to the other ranks at different times.
+        # Only rank 0's buffers count: strategies send them to the other ranks at different times.
         return {name: value for name, value in found.items() if not name.startswith("change of ")}
 
     def _is_random(self, batch: StepBatch, state: Named) -> bool:
         """Whether an eager step depends on the seed; all ranks agree.
 
-        It must draw: sums in changing order also give another result now and then.
+        It must really draw numbers, as sums in varying order also change results now and then.
         """
         seen, draws = [], False
         for seed in (0, 1, 0):
@@ -166,7 +167,7 @@ class _Lockstep(Gate):
         return bool(ranks > 0)
 
     def _decisions(self) -> dict[str, Any]:
-        """What must be equal on both sides after a step."""
+        """Return what must be equal on both sides after a step."""
         update, scaler = self._eager.update, self._eager.scaler
         counters = {
             name: dense(buffer).double().sum().item()
@@ -183,7 +184,7 @@ class _Lockstep(Gate):
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[Named]:
-        """Put the run back where it was: it trains on as if nothing had been compared."""
+        """Restore the run on exit, so that it continues as if nothing had been compared."""
         saved, random = self._tensors.copy(), random_state(self._device)
         groups = [
             {key: _value(group[key]) for key in group if key != "params"} for group in self._optimizer.param_groups
@@ -193,12 +194,12 @@ class _Lockstep(Gate):
             yield saved
         finally:
             self._tensors.restore(saved)
-            if self._step is self._eager:  # a graph knows where its state is
+            if self._step is self._eager:  # a graph refers to its state by address
                 self._tensors.forget_new(saved)
             for group, values in zip(self._optimizer.param_groups, groups):
                 for key, value in values.items():
                     if isinstance(value, torch.Tensor):
-                        group[key].copy_(value)  # a graph may know its address
+                        group[key].copy_(value)  # a graph may refer to its address
                     else:
                         group[key] = value
             self._rates.load_state_dict(schedule)
@@ -209,7 +210,7 @@ class _Lockstep(Gate):
         return self._eager.update.optimizer
 
     def _draw(self, batch: StepBatch, saved: Named) -> dict[str, Any]:
-        """Many steps from one state, each with random numbers of its own."""
+        """Compute many steps from one state, each with different random numbers."""
         seed_everything(_SEED, self._rank)
         losses, drawn = [], []
         for _ in range(self.plan.draws):
@@ -220,10 +221,10 @@ class _Lockstep(Gate):
 
 
 class LeadingGate(_Lockstep):
-    """Writes down states of the run and what their steps should give.
+    """Saves states of the run and the expected results of their steps.
 
     Attributes:
-        random: Whether the step draws random numbers when dropout is as in training; None: not looked at.
+        random: Whether the step draws random numbers with dropout as in training; None if not checked.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -233,7 +234,7 @@ class LeadingGate(_Lockstep):
         self.random: bool | None = None
 
     def admit(self, batch: StepBatch) -> None:
-        """Compare before the step is made, if it is one of those."""
+        """Save state and expected results before a step that is compared."""
         super().admit(batch)
         done = self._number - 1
         if done in self.plan.early:
@@ -263,7 +264,7 @@ class LeadingGate(_Lockstep):
         again = self._own(batch, state, place)
         expected = self._expected(batch, state, place)
         if self._draws_itself:
-            # In another precision it would draw other numbers, so errors are those against an eager step in the same.
+            # In another precision it would draw other numbers, so errors are relative to an eager step in the same one.
             unit = ROUNDING_UNITS[self._expected_precision]
             pushed = [self._perturbed(state, seed, unit) for seed in range(_PERTURBATIONS)]
             moved = [self._expected(batch, other, place) for other in pushed]
@@ -290,7 +291,7 @@ class LeadingGate(_Lockstep):
         }
 
     def _on_device(self, state: Named) -> Named:
-        """A state where it will be loaded from many times, if there is room for it and it is one rank's."""
+        """Move a state that is loaded many times to the device, if there is one rank and enough memory."""
         if self._eager.strategy.world_size > 1:
             return state
         try:
@@ -305,23 +306,23 @@ class LeadingGate(_Lockstep):
 
     @property
     def _expected_precision(self) -> str:
-        """The following run's precision, as `ROUNDING_UNITS` names it."""
+        """The following run's precision, by its name in `ROUNDING_UNITS`."""
         name = Precision(self.plan.precision, self._device).name
         return name if name != "off" else "tf32" if self.plan.tf32 and self._device.type == "cuda" else "fp32"
 
     def _perturbed(self, state: Named, seed: int, unit: float) -> Named:
-        """A state whose parameters are moved by at most one unit of rounding."""
+        """Perturb a state's parameters by at most one unit roundoff."""
         generator = torch.Generator(self._device).manual_seed(seed)
         moved = dict(state)
         for name, tensor in state.items():
             if name.startswith("parameter ") and tensor.is_floating_point():
-                # On the device: a CPU would draw for seconds.
+                # On the device, as a CPU would take seconds.
                 noise = torch.rand(tensor.shape, generator=generator, device=self._device) * 2 - 1
                 moved[name] = tensor * (1 + unit * noise.to(tensor.device, tensor.dtype))
         return moved
 
     def _expected(self, batch: StepBatch, state: Named, seed: int) -> Sketches:
-        """An eager step in the following run's precision."""
+        """Compute an eager step in the following run's precision."""
         precision = Precision(self.plan.precision, self._device)
         for _ in range(8):
             self._load(state, seed)
@@ -329,11 +330,11 @@ class LeadingGate(_Lockstep):
                 outputs = self._eagerly(batch, precision, state)
             if precision.scaler is None or all(bool(value.isfinite().all()) for value in outputs.values()):
                 break
-            precision.scaler.update(precision.scaler.get_scale() / 8)  # as training would, after a few skipped steps
+            precision.scaler.update(precision.scaler.get_scale() / 8)  # as in training after a few skipped steps
         return outputs
 
     def _reference(self, batch: StepBatch, state: Named, seed: int) -> tuple[Sketches, str]:
-        """The step in fp64 where the model can, else in strict fp32."""
+        """Compute the step in fp64 if the model can, else in strict fp32."""
         if self._precise is None:
             self._precise = PreciseStep.of(self._eager, self._session.loss_fn)
         if self._precise.works:
@@ -347,7 +348,7 @@ class LeadingGate(_Lockstep):
 
 
 class FollowingGate(_Lockstep):
-    """Computes the steps of a leading run from its states, and measures how far the outputs lie apart."""
+    """Computes the steps of a leading run from its states, and measures the divergence of the outputs."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -359,7 +360,7 @@ class FollowingGate(_Lockstep):
         self._draws: Draws | None = None
 
     def admit(self, batch: StepBatch) -> None:
-        """Compare before the step is made, if it is one of those."""
+        """Compare before a step that is to be compared."""
         super().admit(batch)
         if self._number not in self.plan.steps:
             return
@@ -378,7 +379,7 @@ class FollowingGate(_Lockstep):
                 self._compare_update(batch, state, place)
 
     def agreement(self) -> Agreement:
-        """What was measured."""
+        """Return what was measured."""
         kind = next((kind for kind in ("eager", "fp32") if kind in self._kinds), "fp64")
         return Agreement(
             self.states, self._differences, self._updates, kind, self.plan.unit, self._repeats, self._draws
@@ -399,7 +400,7 @@ class FollowingGate(_Lockstep):
                 self._differences.append(text)
 
     def _compare_update(self, batch: StepBatch, state: Named, place: int) -> None:
-        """Steps at a large rate, with a gradient and without, beside what torch's plain optimizer makes of the same."""
+        """Compare steps at a large rate, with and without a gradient, with torch's plain optimizer."""
         optimizer = self._eager.strategy.given(self._optimizer)
         decays = [float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups]
         decay_rate = _LARGE_DECAY / max(decays) if max(decays, default=0.0) > 0 else _LARGE_RATE
@@ -431,7 +432,7 @@ class FollowingGate(_Lockstep):
 
 
 def _without_moments(state: Named) -> Named:
-    """A state in which the optimizer remembers no gradient."""
+    """Return a state whose optimizer moments are zero."""
     shapes = {name.removeprefix("parameter "): value.shape for name, value in state.items()}
     cleared = dict(state)
     for name, value in state.items():
@@ -447,14 +448,14 @@ def _without_optimizer(state: Named) -> Named:
 
 
 def _distance(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
-    """Relative distance of all outputs together."""
+    """Return the relative distance of all outputs together."""
     apart = sum(float((other[name] - value).square().sum()) for name, value in one.items() if name in other)
     size = sum(float(value.square().sum()) for value in one.values())
     return float((apart / size) ** 0.5) if size else 0.0
 
 
 def _unequal(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """Decisions that differ, in words."""
+    """Describe decisions that differ."""
     for name, settings in before["settings"].items():
         other = after["settings"].get(name)
         if other is None:
@@ -465,9 +466,9 @@ def _unequal(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
                 yield f"{key} of {name} is {other[key]} instead of {value}"
     for name in after["settings"]:
         if name not in before["settings"]:
-            yield f"{name} is given to the optimizer, and was not"
+            yield f"{name} is now given to the optimizer"
     if before["skipped"] != after["skipped"]:
-        yield "a step is skipped that was not" if after["skipped"] else "a step is not skipped that was"
+        yield "a step is now skipped" if after["skipped"] else "a step is no longer skipped"
     if before["clip_norm"] != after["clip_norm"]:
         yield f"gradients are clipped at {after['clip_norm']} instead of {before['clip_norm']}"
     if None not in (before["scale"], after["scale"]) and before["scale"] != after["scale"]:

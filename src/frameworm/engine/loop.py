@@ -1,4 +1,4 @@
-"""The loop: fetch, step, record, save, validate, until the epochs are done or somebody asks to stop."""
+"""The training loop: fetch, step, record, save, validate, until the epochs are done or a stop is requested."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class Limits:
     save_every: int | None = None
     early_stop: EarlyStopConfig | None = None
     keep_best: CheckpointConfig | None = None
-    watched: Mapping[str, str] = field(default_factory=dict)  # settings, and the validation metrics that they need
+    watched: Mapping[str, str] = field(default_factory=dict)  # settings and the validation metrics that they need
 
 
 @dataclass(frozen=True)
 class BeforeStep:
-    """Who is asked before every step.
+    """What is consulted before every step.
 
     Attributes:
-        agreement: Whether all ranks stop here.
+        agreement: Decides whether all ranks stop here.
         prepare: Called with the number of the step.
-        gate: Where a step may have to wait.
-        timed_saves: Whether a checkpoint is due by the clock.
-        save_turns: Whether storage is free for the next checkpoint; None: saves wait for it.
+        gate: May make a step wait.
+        timed_saves: Decides whether a timed checkpoint is due.
+        save_turns: Decides whether storage is free for the next checkpoint; None if saves wait for it.
     """
 
     agreement: StopAgreement
@@ -64,18 +64,18 @@ class BeforeStep:
 
 @dataclass(frozen=True)
 class AfterStep:
-    """Who is told about a step once it is measured."""
+    """What receives a step once it is measured."""
 
     events: Events
     ranks: RankWatch | None = None
     bad_numbers: BadNumbers | None = None
     spikes: SpikeWatch | None = None
-    batch_end: Callable[[], None] | None = None  # hands out the step's batches; None: nobody asks for them
+    batch_end: Callable[[], None] | None = None  # passes the step's batches to callbacks; None if none wants them
 
 
 @dataclass(frozen=True)
 class Requests:
-    """What the loop asks its session to do."""
+    """What the loop requests from its session."""
 
     save: Callable[..., None]
     sum_over_ranks: Callable[[list[float]], list[float]]
@@ -85,7 +85,7 @@ class Requests:
 
 
 class TrainingLoop:
-    """Runs the steps of a training and hands out what happened."""
+    """Runs the steps of a training and delivers their records."""
 
     def __init__(
         self,
@@ -113,13 +113,13 @@ class TrainingLoop:
         self._sum_over_ranks, self._forget_steps = requests.sum_over_ranks, requests.forget_steps
 
     def run(self) -> str:
-        """Train until the end; returns the status: completed, or why it stopped before."""
+        """Train to the end; return the status: completed, or why it stopped early."""
         if self._ranks is not None:
             self._ranks.start()
         try:
             return self._run()
         except BaseException:
-            with contextlib.suppress(Exception):  # a listener that fails here too has nothing new to say
+            with contextlib.suppress(Exception):  # a listener's further failure adds nothing new
                 self._deliver(self._clock.abandon())
                 if self._ranks is not None:
                     self._tell(self._ranks.abandon())
@@ -131,11 +131,11 @@ class TrainingLoop:
         while not progress.finished and progress.epoch < self._limits.epochs:
             self._mode.enter()
             self._state.remember_epoch_start()
-            self._start_clock()  # to start a loader and its workers is to wait for data
+            self._start_clock()  # starting a loader and its workers counts as waiting for data
             steps = self._source.epoch(progress.epoch, progress.step_in_epoch, progress.epoch_samples)
             progress.reading = dataclasses.asdict(self._source.reading)
             self._state.continue_random_numbers()
-            if progress.step_in_epoch:  # what a resumed run reads again belongs to no step
+            if progress.step_in_epoch:  # rereading after a resume belongs to no step
                 self._start_clock()
             reason = self._run_steps(steps)
             self._drain()
@@ -155,7 +155,7 @@ class TrainingLoop:
             self._state.forget_epoch_start()
             best = self._limits.keep_best
             if best is not None and among_best(progress.epochs, best.metric, best.keep_best, best.prefers_higher):
-                # It waits for storage: one step later it would be another model.
+                # Saves now, waiting for storage if needed: one step later the model would differ.
                 self._look(self._spikes)
                 self._start_save(again=True)
             if self._any_wants_stop():
@@ -165,7 +165,7 @@ class TrainingLoop:
         return "stopped" if stopped else "completed"
 
     def _any_wants_stop(self) -> bool:
-        """Whether a callback on any rank has asked to stop; asked between two epochs, where all ranks meet."""
+        """Whether a callback on any rank has asked to stop; called between epochs by all ranks."""
         return bool(self._sum_over_ranks([float(self._wants_stop())])[0])
 
     def _start_clock(self) -> None:
@@ -173,10 +173,10 @@ class TrainingLoop:
         if copies is not None:
             copies.copied_s = 0.0
         self._clock.start()
-        self._clock.mark(OTHER)  # as in every step, what comes before the wait for data
+        self._clock.mark(OTHER)  # as in every step, the time before the wait for data
 
     def _run_steps(self, steps: Iterator[StepBatch]) -> str | None:
-        """The rest of an epoch; the reason to stop, if somebody gave one."""
+        """Run the rest of an epoch; return the reason to stop, if any."""
         progress, clock, ranks = self.progress, self._clock, self._ranks
         mark, end_step, run = clock.mark, clock.end_step, self._step.run
         before, spikes = self._before, self._spikes
@@ -213,13 +213,13 @@ class TrainingLoop:
                 mark(CHECKPOINT)
             last = progress.step_in_epoch + 1 == length or number == max_steps
             if last:
-                clock.divide()  # validation follows, and is a phase of its own
+                clock.divide()  # validation follows as a separate phase
                 if progress.epoch + 1 < self._limits.epochs and number != max_steps:
-                    self._source.open_ahead(progress.epoch + 1)  # after validation the device would wait for it
+                    self._source.open_ahead(progress.epoch + 1)  # now, as the device would wait for it after validation
             if fresh:
                 fresh = False
             else:
-                mark(OTHER)  # what listeners made of the last step is no wait for data
+                mark(OTHER)  # time that listeners took for the last step is not a wait for data
             batch = next(steps, None)
             if copies is not None and copies.copied_s:
                 clock.copied(copies.copied_s)
@@ -280,13 +280,13 @@ class TrainingLoop:
                     raise ConfigError(why_unwatched(setting, metric, self.progress.val_metrics))
 
     def _drain(self) -> None:
-        """Wait for everything that was measured, and hand it out."""
+        """Wait for all measurements and deliver them."""
         self._deliver(self._clock.drain())
         if self._ranks is not None:
             self._tell(self._ranks.flush())
 
     def _look(self, spikes: SpikeWatch | None) -> None:
-        """Look for spikes before a save, so that no checkpoint holds what one has left."""
+        """Check for spikes before a save, so that no checkpoint contains one's damage."""
         if spikes is not None:
             self._drain()
             spikes.look()
@@ -296,7 +296,7 @@ class TrainingLoop:
             self._events.on_step(record)
 
     def _deliver(self, finished: list[Timed]) -> None:
-        """Turn measured steps into records and hand them to whoever listens."""
+        """Turn measured steps into records and deliver them to listeners."""
         progress, ranks = self.progress, self._ranks
         on_step, on_own_step = self._events.on_step, self._events.on_own_step
         bad_numbers, spikes = self._bad_numbers, self._spikes
@@ -343,7 +343,7 @@ class TrainingLoop:
 
     def _end_epoch(self, cut: bool) -> None:
         progress = self.progress
-        if not progress.validated:  # nobody knew that the last step was the last
+        if not progress.validated:  # it was not known that the last step was the last
             self._run_validation()
         loss_sum, count_sum = self._sum_over_ranks([progress.loss_sum, progress.count_sum])
         record = EpochRecord(
@@ -358,7 +358,7 @@ class TrainingLoop:
         progress.end_epoch(record)
         schedule = self._step.update.schedule
         usual = record.train_loss if record.val_loss is None else record.val_loss
-        if not cut:  # an epoch that a later run may finish has not told yet how good it is
+        if not cut:  # a cut epoch may be finished by a later run, so its metric is not final
             schedule.after_epoch(usual if schedule.metric is None else record.figure(schedule.metric))
             progress.finished = progress.should_stop_early(self._limits.early_stop, record)
         self._events.on_epoch(record)

@@ -1,9 +1,9 @@
-"""The shape of the folder that a model's own `save_pretrained` writes: all its files, and which weight goes where.
+"""The layout of the folder that a model's own `save_pretrained` writes: its files, and which weight goes where.
 
-A run keeps it from its start, so that it can be exported later without the code of its model. The model is asked to
-save itself while its `state_dict` gives, in the place of each tensor, a tensor with the tensor's number. What it writes
-shows which weights it would write, under which names and into which files. Nothing is known of any library; a model
-that changes its weights, rather than only renaming them, has no shape.
+A run stores it at its start, so that it can be exported later without the model's code. The model is asked to save
+itself while its `state_dict` returns, in place of each tensor, a tensor with a unique number. The files show which
+weights it would write, under which names and into which files. This needs no knowledge of any library; a model that
+changes its weights, rather than only renaming them, has no such layout.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from frameworm.errors import ModelError, RunFolderError
 from frameworm.models.weight_files import open_weights, storage_of
 from frameworm.records.atomic import replacing, write_atomic
 from frameworm.records.reading import parse_json
+from frameworm.torch_private.modules import without_compiler
 
 log = logging.getLogger("frameworm")
 PRETRAINED = "pretrained.zip"  # in the run folder
@@ -38,27 +39,27 @@ _PLACES = "weights.json"
 _FILES = "files/"
 _MOST_BYTES = 2**30
 _DAMAGED = (OSError, ValueError, KeyError, AttributeError, RuntimeError, EOFError, zlib.error, zipfile.BadZipFile)
-_APART = 2**40  # between the numbers in the places of two weights
+_APART = 2**40  # distance between the numbers of two weights
 _MOST_ROWS = 2**20
-_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".npy", ".npz", ".h5", ".msgpack")  # they would hold numbers
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".npy", ".npz", ".h5", ".msgpack")  # may contain numbers
 
 
 class Shape(NamedTuple):
     """What `save_pretrained` writes.
 
     Attributes:
-        files: All files but those of weights, by their path in the folder.
-        weights: Files of weights: of each, the names in the model's state of what it holds, by their names there.
+        files: All files except weights, by their path in the folder.
+        weights: For each file of weights, maps names in the file to names in the model's state.
     """
 
     files: dict[str, bytes]
     weights: dict[str, dict[str, str]]
 
     def take(self, tensors: Outgoing) -> Outgoing:
-        """Of a model's weights those that are written.
+        """Select those of a model's weights that are written.
 
         Raises:
-            ModelError: The weights are of another model.
+            ModelError: If the weights belong to another model.
         """
         used = dict.fromkeys(name for of in self.weights.values() for name in of.values())
         missing = [name for name in used if name not in tensors.about]
@@ -68,19 +69,19 @@ class Shape(NamedTuple):
 
 
 def saves_itself(model: object) -> bool:
-    """Whether a model knows how to write a folder from which its library loads it."""
+    """Whether a model can write a folder from which its library loads it."""
     return callable(getattr(model, "save_pretrained", None))
 
 
 def shape_of(model: nn.Module, processing_class: Any = None) -> Shape | None:
-    """The shape of what a model writes, with its tokenizer or processor; None where it cannot be found out."""
-    inner: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile wraps it
+    """Find the layout of what a model writes, with its tokenizer or processor; None if it cannot be determined."""
+    inner: nn.Module = without_compiler(model)
     if not saves_itself(inner):
         return None
     try:
         with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as around:
             folder = Path(name)
-            around.enter_context(warnings.catch_warnings(action="ignore"))  # libraries', about their next versions
+            around.enter_context(warnings.catch_warnings(action="ignore"))  # deprecation warnings of libraries
             for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr):  # and their progress bars
                 around.enter_context(redirect(io.StringIO()))
             names = list(model.state_dict())
@@ -89,24 +90,24 @@ def shape_of(model: nn.Module, processing_class: Any = None) -> Shape | None:
             if processing_class is not None:
                 processing_class.save_pretrained(folder)
             return _read_shape(folder, numbers, names)
-    except Exception as error:  # code of the user's, or of a library
+    except Exception as error:  # raised by the user's code or a library
         log.debug("what %s writes is not known before it is exported: %s", type(model).__name__, error)
         return None
 
 
 def _numbered(number: int, shape: torch.Size) -> torch.Tensor:
-    """A tensor that tells a number, with as many rows as a weight: it shows if it was turned, cut or computed with."""
+    """Create a tensor that encodes a number, with as many rows as a weight; any change of the weight is visible."""
     sizes = [min(max(size, 1), 2 if place else _MOST_ROWS) for place, size in enumerate(shape)]
     return (number * _APART + torch.arange(math.prod(sizes))).reshape(sizes)
 
 
 @contextlib.contextmanager
 def _numbers_for_weights(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Meanwhile the state of the model and of its parts holds numbers instead of tensors; yields the model's."""
+    """Make the state dicts of the model and its submodules return numbers instead of weights; yield the model's."""
     first: dict[tuple[object, ...], torch.Tensor] = {}
     numbers: dict[str, torch.Tensor] = {}
     for number, (name, item) in enumerate(model.state_dict().items()):
-        if isinstance(item, torch.Tensor):  # weights that are tied stay so
+        if isinstance(item, torch.Tensor):  # tied weights stay tied
             numbers[name] = first.setdefault(storage_of(item), _numbered(number, item.shape))
     parts = dict(model.named_modules())
     before = {name: part.__dict__["state_dict"] for name, part in parts.items() if "state_dict" in part.__dict__}
@@ -133,12 +134,12 @@ def _state_dict_of(numbers: Mapping[str, torch.Tensor], own: str) -> Callable[..
 
 
 def _read_shape(folder: Path, numbers: Mapping[str, torch.Tensor], names: Sequence[str]) -> Shape | None:
-    """What was written, if every tensor in it is one of the numbers, and none is there more often than its names.
+    """Read a written folder; None unless every tensor in it is one of the numbers, no more often than its names.
 
     Args:
-        folder: What the model wrote.
-        numbers: What was in the place of its tensors; a number is the place of the first of its names.
-        names: All of them.
+        folder: The folder that the model wrote.
+        numbers: The tensors that replaced the weights; a number is the index of the weight's first name.
+        names: All names of the model's state.
     """
     known = {_number_of(item): item for item in numbers.values()}
     shape = Shape({}, {})
@@ -161,16 +162,16 @@ def _read_shape(folder: Path, numbers: Mapping[str, torch.Tensor], names: Sequen
 
 
 def _number_of(tensor: torch.Tensor) -> int:
-    """The number that a tensor tells; -1 if it tells none."""
+    """Return the number that a tensor encodes; -1 if it encodes none."""
     is_one = tensor.dtype == torch.int64 and tensor.numel() > 0
     return int(tensor.reshape(-1)[0]) // _APART if is_one else -1
 
 
 def keep_shape(run: Path, model: nn.Module, processing_class: Any) -> None:
-    """Write the shape of what a model writes into its run folder, where it has one and none is kept yet.
+    """Store the layout of what a model writes in its run folder, if it has one and none is stored yet.
 
     Raises:
-        RunFolderError: It cannot be written.
+        RunFolderError: If it cannot be written.
     """
     target = run / PRETRAINED
     if target.exists() or not saves_itself(model):
@@ -178,7 +179,7 @@ def keep_shape(run: Path, model: nn.Module, processing_class: Any) -> None:
     shape = shape_of(model, processing_class)
     if shape is None:
         log.info(
-            "%s.save_pretrained does more than to write weights by name, so this run cannot be exported in that form "
+            "%s.save_pretrained does more than write weights by name, so this run cannot be exported in that form "
             "without the model's code: use trainer.export, or frameworm export with --set workload=...",
             type(model).__name__,
         )
@@ -193,10 +194,10 @@ def keep_shape(run: Path, model: nn.Module, processing_class: Any) -> None:
 
 
 def kept_shape(run: Path) -> Shape | None:
-    """The shape in a run folder, which may come from anywhere; None where there is none.
+    """Read the layout stored in a run folder, which may be untrusted; None if there is none.
 
     Raises:
-        RunFolderError: It is damaged, too large, or names files out of its folder.
+        RunFolderError: If it is damaged, too large, or names files outside its folder.
     """
     path = run / PRETRAINED
     if not path.is_file():
@@ -223,10 +224,10 @@ def kept_shape(run: Path) -> Shape | None:
 
 
 def write_shaped(target: Path, shape: Shape, tensors: Outgoing, max_shard_bytes: int) -> int:
-    """Write a folder of this shape with the weights that it takes, one tensor at a time; returns their bytes.
+    """Write a folder in this layout, one tensor at a time; return the bytes of the weights.
 
     Raises:
-        RunFolderError: It cannot be written.
+        RunFolderError: If it cannot be written.
     """
     written = 0
     kinds: Counter[torch.dtype] = Counter()
@@ -256,20 +257,21 @@ def write_pretrained(
     *,
     is_own_state: bool,
 ) -> int:
-    """Let a model write itself and its config, and its tokenizer or processor beside it; returns the bytes written.
+    """Have a model write itself and its config, and its tokenizer or processor beside it; return the bytes written.
 
     Args:
         target: The folder.
-        model: It has a method `save_pretrained`.
+        model: A model with a method `save_pretrained`.
         state: The weights to write.
-        processing_class: Has such a method too; None: there is none.
-        max_shard_size: Of one file.
-        is_own_state: The model holds these very weights, in this type.
+        processing_class: Tokenizer or processor with such a method too; None if there is none.
+        max_shard_size: Largest size of one file.
+        is_own_state: Whether the model itself holds these weights, in this dtype.
 
     Raises:
-        ModelError: It does not write weights that are given to it, or cannot be written.
+        ModelError: If it cannot write weights that are passed to it.
+        RunFolderError: If the folder cannot be written.
     """
-    inner: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile wraps it, and gives its weights other names
+    inner: nn.Module = without_compiler(model)  # the compiler's wrapper renames weights
     write: Callable[..., Any] = inner.save_pretrained  # type: ignore[assignment]
     parameters = inspect.signature(write).parameters
     if not is_own_state and "state_dict" not in parameters:
@@ -287,7 +289,7 @@ def write_pretrained(
     kinds = [item.dtype for item in state.values() if item.is_floating_point()]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of libraries, about their own next versions
+            warnings.simplefilter("ignore")  # deprecation warnings of libraries
             write(target, **{name: value for name, value in given.items() if name in parameters})
             if processing_class is not None:
                 processing_class.save_pretrained(target)
@@ -299,7 +301,7 @@ def write_pretrained(
 
 
 def _say_type(config: Path, kind: torch.dtype) -> None:
-    """Let a written config name the type of most weights, where it names one at all: loaders go by it."""
+    """Set the dtype in a written config to that of most weights, if the config names one: loaders use it."""
     if not config.is_file():
         return
     dtype = str(kind).removeprefix("torch.")

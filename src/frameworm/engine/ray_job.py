@@ -1,4 +1,4 @@
-"""A run as a Ray Train job: Ray starts the workers, again after a failure; the engine trains in each."""
+"""A run as a Ray Train job: Ray starts and restarts the workers, and the engine trains in each."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ from frameworm.records.store import RunFolder
 
 log = logging.getLogger("frameworm")
 _CONNECT_S = 5.0
-_LEAST_WAIT_S = 5.0  # Ray needs a moment to reserve what is free
-_NAME = "ray"  # of the folder, in the run folder, where Ray keeps what is its own
+_LEAST_WAIT_S = 5.0  # Ray needs a moment to reserve free resources
+_NAME = "ray"  # name of the folder inside the run folder where Ray keeps its own files
 
 
 @dataclass(frozen=True)
 class RayJob:
-    """What Ray is asked for.
+    """What to request from Ray.
 
     Attributes:
-        workers: The least and the most; the same number twice for a group that does not change.
-        use_gpu: A GPU for each worker; `auto`: if the config lets it and the cluster has some.
-        resources: What a worker needs, by Ray's names; a CPU, and perhaps a GPU, unless given.
-        max_failures: How often Ray starts the workers again after one has failed; -1: always.
-        wait_s: How long to wait for resources that are not there or not free.
-        address: The cluster, HOST:PORT; None: the one this machine is part of; `local`: a new one here, for this job.
-        working_dir: A folder that the workers get a copy of and start in; None: the one of this process.
-        storage: Where Ray keeps the checkpoints that are reported to it; None: in the run folder.
+        workers: Minimum and maximum number; the same number twice for a fixed group.
+        use_gpu: Whether each worker gets a GPU; None to decide by the config and the cluster.
+        resources: What a worker needs, by Ray's names; defaults to one CPU, plus a GPU if used.
+        max_failures: How often Ray restarts the workers after one has failed; -1 for no limit.
+        wait_s: How long to wait for resources that are missing or busy.
+        address: The cluster, HOST:PORT; None for this machine's cluster, `local` for a new one here for this job.
+        working_dir: A folder that is copied to the workers and in which they start; None for this process's folder.
+        storage: Where Ray keeps the checkpoints reported to it; None for the run folder.
     """
 
     workers: tuple[int, int]
@@ -68,7 +68,7 @@ class RayJob:
 
 @dataclass(frozen=True)
 class RayResult:
-    """What came of a job; `result` is Ray's own."""
+    """The result of a job; `result` is Ray's own."""
 
     folder: RunFolder
     result: Any
@@ -85,28 +85,28 @@ def train_on_ray(
     """Train what a config describes on the workers of a Ray cluster.
 
     Args:
-        config: Checked, but not resolved: that takes what the cluster has.
-        job: What to ask Ray for.
+        config: Checked but not resolved, since that depends on the cluster.
+        job: What to request from Ray.
         out: The run folder, on storage that all nodes share; `auto` for runs/<name>-<time>.
         resume: As for `Trainer.train`.
-        on_worker: Called in each worker before all else, with whether it is rank 0.
+        on_worker: Called first in each worker, with whether it is rank 0.
 
     Raises:
-        MissingPackageError: Ray Train is not installed.
-        ConfigError: Settings do not fit together or to so many workers.
-        EnvironmentSetupError: The cluster cannot be reached, or has no room for the workers.
-        TrainingFailedError: A worker failed, more often than `max_failures` allows, or in a way that would recur.
-        TrainingInterruptedError: Ctrl-C; what was saved before is in the run folder.
+        MissingPackageError: If Ray Train is not installed.
+        ConfigError: If settings do not fit together or do not fit the number of workers.
+        EnvironmentSetupError: If the cluster cannot be reached or has no room for the workers.
+        TrainingFailedError: If workers fail more often than `max_failures` allows, or in a way that would recur.
+        TrainingInterruptedError: On Ctrl-C; what was saved before is in the run folder.
     """
     for given in (out, resume):
         if is_url(given):
             raise EnvironmentSetupError(
-                f"a Ray job trains in a folder that all its nodes share, and {given} is none: give --out a folder, and "
+                f"a Ray job trains in a folder that all its nodes share, and {given} is not: give --out a folder, and "
                 "storage.url the place for its copy"
             )
     prepare_for_ray()
     ray, train = ray_module("ray"), ray_module("ray.train")
-    # Before the cluster is asked for anything; what it has decides the rest.
+    # A first check before contacting the cluster, whose resources decide the rest.
     _check(config, job, config.gpu.device != "cpu" if job.use_gpu is None else job.use_gpu, resume is not None)
     with _connected(ray, job):
         on_gpu = _on_gpu(ray, config, job)
@@ -127,10 +127,10 @@ def train_on_ray(
 
 
 def _check(config: Config, job: RayJob, on_gpu: bool, resumes: bool) -> Config:
-    """The config for this kind of device, refused here if it could not train on so many workers."""
+    """Return the config for this kind of device; fails here if it could not train on that many workers."""
     if on_gpu and config.gpu.device == "cpu":
         raise EnvironmentSetupError(
-            "gpu.device: cpu, so a GPU for each worker would stand idle; leave the GPUs out, or --set gpu.device=auto"
+            "gpu.device: cpu, so a GPU for each worker would be idle; leave the GPUs out, or --set gpu.device=auto"
         )
     config = config.model_copy(deep=True)
     if not on_gpu and config.gpu.device == "auto":
@@ -155,7 +155,7 @@ def _on_gpu(ray: Any, config: Config, job: RayJob) -> bool:
 
 @contextlib.contextmanager
 def _connected(ray: Any, job: RayJob) -> Iterator[None]:
-    """Be connected to the cluster for a while; a connection that is there already stays."""
+    """Connect to the cluster for the duration; an existing connection is used and kept."""
     if ray.is_initialized():
         yield
         return
@@ -186,7 +186,7 @@ def _connected(ray: Any, job: RayJob) -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself would try for a long time."""
+    """Fail fast if nothing answers at the address; Ray itself would retry for a long time."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise EnvironmentSetupError(f"--address {address} is not HOST:PORT (6379 is Ray's usual port), auto or local")
@@ -199,10 +199,10 @@ def _check_reachable(address: str) -> None:
 
 
 def _check_room(ray: Any, job: RayJob, need: dict[str, float]) -> None:
-    """Reserve what the smallest group of workers needs, and give it back: Ray itself would wait without end.
+    """Check for room by reserving what the smallest group of workers needs; Ray itself would wait forever.
 
     Raises:
-        EnvironmentSetupError: Says what is missing.
+        EnvironmentSetupError: If resources are missing; the message says which.
     """
     groups = ray_module("ray.util.placement_group")
     workers = job.workers[0]
@@ -244,7 +244,7 @@ def _fit(
     folder: RunFolder,
     on_worker: Callable[[bool], None] | None,
 ) -> Any:
-    """Have Ray Train run the workers to the end."""
+    """Run the workers with Ray Train until they finish."""
     torch_train = ray_module("ray.train.torch")
     least, most = job.workers
     on_gpu = need.get("GPU", 0) > 0
@@ -278,11 +278,11 @@ def _fit(
 
 
 def train_worker(order: dict[str, Any]) -> None:
-    """What Ray runs in each worker, in the process group that it has made."""
+    """Train in a Ray worker, in the process group that Ray has created."""
     train = ray_module("ray.train")
     context = train.get_context()
     folder = RunFolder(order["folder"])
-    logging.getLogger().setLevel(logging.WARNING)  # Ray tells of every report, once per worker
+    logging.getLogger().setLevel(logging.WARNING)  # Ray logs every report, once per worker
     if order["on_worker"] is not None:
         order["on_worker"](context.get_world_rank() == 0)
     if order["start_in"] is not None and Path(order["start_in"]).is_dir():
@@ -301,10 +301,10 @@ def train_worker(order: dict[str, Any]) -> None:
 
 
 def _failure_callback(train: Any, max_failures: int) -> Any:
-    """Says why workers start again, and ends the job if that would end alike."""
+    """Create a callback that says why workers restart, and ends the job if a restart would fail the same way."""
 
     class Failures(train.UserCallback):  # type: ignore[misc]
-        """Runs where Ray watches over the workers."""
+        """Runs in Ray's controller."""
 
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
             """Called once the first worker has failed."""
@@ -318,7 +318,7 @@ def _failure_callback(train: Any, max_failures: int) -> Any:
 
 
 def first_failure(failures: Mapping[int, BaseException]) -> tuple[int, BaseException]:
-    """The failure that the others followed from, as far as it can be told."""
+    """Pick the failure that most likely caused the others."""
 
     def order(item: tuple[int, BaseException]) -> int:
         error = item[1]
@@ -328,12 +328,12 @@ def first_failure(failures: Mapping[int, BaseException]) -> tuple[int, BaseExcep
 
 
 def _died(error: BaseException) -> bool:
-    """Whether it is Ray's own account of a worker that has ended, not what the worker raised."""
+    """Whether the error is Ray's report that a worker died, not an error that the worker raised."""
     return type(error).__module__.partition(".")[0] == "ray"
 
 
 def in_words(rank: int, error: BaseException) -> str:
-    """One line about a failed worker."""
+    """Describe a failed worker in one line."""
     if _died(error):
         cause = getattr(error, "health_check_failure", error)
         if any(kind.__name__ == "RayActorError" for kind in type(cause).__mro__):
@@ -346,7 +346,7 @@ def in_words(rank: int, error: BaseException) -> str:
 
 
 def _in_thread(fit: Callable[[], Any], failed: type[Exception], folder: RunFolder) -> Any:
-    """Wait for Ray in a thread: in the main one it would take Ctrl-C for itself, and end with success."""
+    """Run Ray in a thread: in the main thread it would catch Ctrl-C and report success."""
     ended: list[Any] = []
 
     def call() -> None:
@@ -374,7 +374,7 @@ def _in_thread(fit: Callable[[], Any], failed: type[Exception], folder: RunFolde
 
 
 def _cause(error: Any) -> FramewormError:
-    """The error that a failed job ends with here."""
+    """Convert a failed job's error to ours."""
     failures = getattr(error, "worker_failures", None)
     if failures:
         rank, first = first_failure(failures)
@@ -389,7 +389,7 @@ def _cause(error: Any) -> FramewormError:
 
 
 def _take_back(folder: RunFolder) -> None:
-    """Remove the folder of a run that did not begin."""
+    """Remove the folder of a run that never began."""
     if {path.name for path in folder.path.iterdir()} <= {folder.config.name, _NAME}:
         shutil.rmtree(folder.path)
 

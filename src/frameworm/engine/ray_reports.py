@@ -1,4 +1,4 @@
-"""What a run tells Ray Train: the figures of each epoch, and checkpoints that Ray keeps as its own."""
+"""Report a run to Ray Train: the metrics of each epoch, and checkpoints that Ray keeps."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from frameworm.records.store import RunFolder
 
 
 def ray_module(name: str) -> Any:
-    """A module of Ray's.
+    """Import a module of Ray's.
 
     Raises:
-        MissingPackageError: Ray Train is not installed.
+        MissingPackageError: If Ray Train is not installed.
     """
     try:
         return import_module(name)
@@ -32,13 +32,13 @@ def ray_module(name: str) -> Any:
 class RayReports(Listener):
     """A callback that reports a run to Ray Train; every worker of a `TorchTrainer` must have it.
 
-    After each epoch Ray gets its figures, and with them the newest checkpoint that is durable by then, if there is one
-    that it has not seen; `checkpoint_step` says after which step it was taken. At the end it gets the figures of the
-    last epoch with the last checkpoint. What Ray keeps is a run folder with that checkpoint alone, for `evaluate`,
-    `export` and `Trainer.load`. On a file system its files are hard links: nothing is copied.
+    After each epoch Ray gets its metrics, together with the newest durable checkpoint that it does not have yet;
+    `checkpoint_step` is the step of that checkpoint. At the end it gets the metrics of the last epoch with the last
+    checkpoint. Ray keeps a run folder with only that checkpoint, for `evaluate`, `export` and `Trainer.load`. On a
+    local file system its files are hard links, so nothing is copied.
 
     Raises:
-        MissingPackageError: Ray Train is not installed.
+        MissingPackageError: If Ray Train is not installed.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class RayReports(Listener):
         self._reported: Path | None = None
 
     def on_run_start(self, record: RunRecord) -> None:
-        """See that this is a worker of Ray Train; rank 0 brings the checkpoints."""
+        """Check that this is a Ray Train worker; rank 0 reports the checkpoints."""
         try:
             context = self._train.get_context()
             rank = context.get_world_rank()
@@ -63,13 +63,13 @@ class RayReports(Listener):
         self._report(_figures(epoch))
 
     def on_run_end(self, record: RunRecord) -> None:
-        """Report the end, which other ranks only do when none has failed."""
+        """Report the end unless the run failed: Ray waits for all ranks to report."""
         if record.status != "failed":
             last = _figures(record.epochs[-1]) if record.epochs else {}
             self._report({**last, "status": record.status, "steps": record.steps})
 
     def _report(self, figures: dict[str, Any]) -> None:
-        """Every rank calls it, as often as the others: Ray waits for all of them."""
+        """Report to Ray, which waits for all ranks: each must call this equally often."""
         if self._folder is None:
             self._train.report(figures)
             return
@@ -86,7 +86,7 @@ class RayReports(Listener):
             )
 
     def _copy_newest(self, folder: RunFolder, target: Path) -> StoredCheckpoint | None:
-        """Make a run folder with the newest checkpoint; None if Ray has that one already."""
+        """Create a run folder with the newest checkpoint; None if Ray already has it."""
         while True:
             stored = list_checkpoints(folder.checkpoints)
             if not stored or stored[-1].path == self._reported:
@@ -95,17 +95,17 @@ class RayReports(Listener):
             try:
                 shutil.copytree(newest.path, target / "checkpoints" / newest.path.name, copy_function=_link_or_copy)
             except (FileNotFoundError, shutil.Error):
-                # Newer ones are written meanwhile, and then this one may be removed.
+                # A newer one may have been written meanwhile and this one removed.
                 if list_checkpoints(folder.checkpoints)[-1:] == [newest]:
                     raise
-                shutil.rmtree(target, ignore_errors=True)  # it need not be there yet
+                shutil.rmtree(target, ignore_errors=True)  # it may not exist yet
                 continue
             shutil.copyfile(folder.config, target / folder.config.name)
             self._reported = newest.path
             return newest
 
     def _mover(self) -> Callable[[Any, str], Any] | None:
-        """How a checkpoint gets to where Ray keeps them; None: Ray uploads it."""
+        """Return a function that moves a checkpoint to Ray's local storage; None if Ray has to upload it."""
         storage = self._train.get_context().get_storage()
         if not isinstance(storage.storage_filesystem, ray_module("pyarrow.fs").LocalFileSystem):
             return None
@@ -119,7 +119,7 @@ class RayReports(Listener):
 
 
 def _figures(epoch: EpochRecord) -> dict[str, Any]:
-    """The numbers of an epoch by the names that the config and epochs.csv have for them."""
+    """Return the numbers of an epoch by their names in the config and epochs.csv."""
     names = ("epoch", "train_loss", "val_loss", "val_accuracy", "samples_per_s", "epoch_time_s")
     values = {**{name: getattr(epoch, name) for name in names}, **epoch.metrics}
     return {name: value for name, value in values.items() if value is not None}

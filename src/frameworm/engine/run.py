@@ -1,4 +1,4 @@
-"""A run from a config: the one way in for the command line, trials and sweeps."""
+"""Run a config: the entry point for the command line, trials and sweeps."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ def run(
     callbacks: Sequence[Listener] = (),
     loggers: Sequence[Logger] = (),
 ) -> RunRecord:
-    """Train what a config describes, alone or as one of several processes (the environment tells).
+    """Train what a config describes, alone or as one of several processes, depending on the environment.
 
     Args:
         config: The config; its `auto` values are decided here.
         out: The run folder; `auto` for runs/<name>-<time>, None for none, or a URL to upload the run to.
         resume: As for `Trainer.train`.
-        callbacks: Listeners beside those the config asks for.
-        loggers: Trackers of your own beside those that the config names.
+        callbacks: Listeners in addition to those that the config asks for.
+        loggers: Your own trackers in addition to those that the config names.
     """
     process = setup_ddp() if dist.is_initialized() else detect()
     note = growing_batch_note(config.training, process.world_size)
-    # A launcher of ours has checked the batch already, as strictly as it is to be.
+    # Our launcher has already checked the batch as strictly as needed.
     config = resolve_here(config, process.world_size, resized=resume is not None or reported_by_launcher())
     advise = functools.partial(planned_advice, config, process.world_size)
     workload = build_workload(config, TokenisingNotice())
@@ -90,12 +90,18 @@ def train_workload(
     gate: Gate | None = None,
     notes: Sequence[str] = (),
 ) -> RunRecord:
-    """Train a workload by a resolved config; the rest as for `run`.
+    """Train a workload by a resolved config; other arguments as for `run`.
 
     Args:
-        notes: Said at the start, and again in the summary.
-        advise: Finds settings that fit when memory runs out; None: no time is spent on that.
-        gate: Stands before every step.
+        config: The resolved config.
+        workload: Model and data.
+        out: As for `run`, but None by default.
+        resume: As for `run`.
+        callbacks: As for `run`.
+        loggers: As for `run`.
+        advise: Finds settings that fit when memory runs out; None to skip the search.
+        gate: Called before every step.
+        notes: Logged at the start and repeated in the summary.
     """
     beside = find_beside(workload.model, workload.loss_fn)
     optimizer = build_optimizer(workload.model, config, beside.parameters.values())
@@ -133,11 +139,10 @@ def train_workload(
 
 
 def check_trusted(config: Config, folder: RunFolder, overrides: Sequence[str]) -> None:
-    """Refuse to run code, or to load data from the hub, that only a run folder names: it may come from anywhere.
+    """Refuse code or hub data that only an untrusted run folder names.
 
     Raises:
-        ConfigError: The workload is a function of somebody's own, or the data set is one of the hub, and the user has
-            not named it.
+        ConfigError: If the workload is custom code, or the data set is on the hub, and the user has not named it.
     """
     named = {item.partition("=")[0].strip() for item in overrides}
     if ":" in config.workload and "workload" not in named:
@@ -154,7 +159,7 @@ def check_trusted(config: Config, folder: RunFolder, overrides: Sequence[str]) -
 
 
 def _for_inference(folder: RunFolder, overrides: Sequence[str] = ()) -> Config:
-    """A run's config without what makes training fast: it is not needed to score, and may not be there."""
+    """Return a run's config without what makes training fast, which evaluation does not need and may not have."""
     alone = ("strategy=single", "compression=off", "sync_every=1", "offload_optimizer=false")
     plain = (
         *(f"parallel.{setting}" for setting in alone),
@@ -181,11 +186,11 @@ def export_run_compiled(
     metric: str = "val_loss",
     weights: str = "auto",
 ) -> Exported:
-    """`export.export_compiled` for a run of the command line, whose config says what the model and its data are.
+    """Like `export.export_compiled`, for a run whose config describes its model and data.
 
     Raises:
-        DataError: The workload has no data to take an example from.
-        ConfigError: Its config names code that the user has not.
+        DataError: If the workload has no data to take an example batch from.
+        ConfigError: If its config names code that the user has not named.
     """
     config = _for_inference(open_for_export(path, which, metric), overrides)
     workload = build_workload(config)
@@ -200,18 +205,18 @@ def export_run_compiled(
 def export_run(
     path: str | Path, out: str | Path, overrides: Sequence[str] = (), *, form: str = "auto", **options: Any
 ) -> Exported:
-    """`export.export_weights` for a run of the command line.
+    """Like `export.export_weights`, for a run whose config describes its model.
 
     Args:
         path: Run folder.
         out: The file, or a folder.
-        overrides: Changes of the run's config: that of `workload` says that its code may be run to build the model.
-        form: As there; `auto` lets a model write itself if it can and `out` is a folder: as the run has kept it, or by
-            its code where the workload is named.
-        **options: As there.
+        overrides: Changes to the run's config; naming `workload` allows its code to be run to build the model.
+        form: As for `export_weights`; `auto` lets a model write itself if it can and `out` is a folder, by the layout
+            that the run has stored, or by its code if the workload is named.
+        **options: As for `export_weights`.
 
     Raises:
-        ConfigError: Its config names code that the user has not, or the model cannot write itself.
+        ConfigError: If its config names code that the user has not named, or the model cannot write itself.
     """
     named = any(item.partition("=")[0].strip() == "workload" for item in overrides)
     is_asked = form == "pretrained"
@@ -237,18 +242,20 @@ def export_run(
 def evaluate_run(
     path: str | Path, overrides: Sequence[str] = (), *, weights: str = "auto"
 ) -> tuple[int, Evaluation, bool]:
-    """Score the newest checkpoint of a run on its validation data.
+    """Evaluate the newest checkpoint of a run on its validation data.
 
     Args:
+        path: Run folder, or URL of a run.
+        overrides: Changes to the run's config.
         weights: As for `export.chosen_weights`.
 
     Returns:
-        The checkpoint's step, the result, and whether it is of averaged weights.
+        The checkpoint's step, the result, and whether averaged weights were used.
 
     Raises:
-        RunFolderError: There is no such run.
-        CheckpointError: It has no checkpoint that can be read.
-        ConfigError: Its config names code that the user has not.
+        RunFolderError: If there is no such run.
+        CheckpointError: If it has no checkpoint that can be read.
+        ConfigError: If its config names code that the user has not named.
     """
     folder = open_for_export(path, "latest", "val_loss")
     config = _for_inference(folder, overrides)

@@ -1,4 +1,4 @@
-"""What a run leaves behind, seen from the engine: one folder shared by all ranks, or none."""
+"""The engine's view of a run's output: one folder shared by all ranks, or none."""
 
 from __future__ import annotations
 
@@ -41,11 +41,15 @@ class RunOutput:
     """The run folder, the writers into it and the progress line.
 
     Args:
-        folder: The folder, or None to leave nothing behind.
-        resumed: The folder holds a run to go on with.
-        experiment: What to write down for a later `resume="auto"`, if anything.
-        loggers: Trackers that are told of the run, on rank 0.
-        uploads: Copies the folder to object storage, on rank 0; None: nothing does.
+        config: The config.
+        folder: The run folder, or None for no output.
+        resumed: Whether the folder holds a run to resume.
+        show_progress: Whether to print a progress line.
+        rank: This rank.
+        world_size: Number of ranks.
+        experiment: What to store for a later `resume="auto"`, if anything.
+        loggers: Trackers that receive the run, on rank 0.
+        uploads: Copies the folder to object storage, on rank 0; None for no uploads.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class RunOutput:
         mfu: Mfu | None = None,
         memory: Callable[[], int | None] | None = None,
     ) -> list[Listener]:
-        """Who else listens on this rank: the step writer, the loggers, the progress line."""
+        """Create this rank's listeners: the step writer, the loggers, the progress line."""
         found: list[Listener] = []
         sinks = self._config.observe.sinks
         if self.folder is not None and "jsonl" in sinks:
@@ -117,11 +121,11 @@ class RunOutput:
         )
 
     def system_path(self, rank: int) -> Path | None:
-        """Where the sampler of this rank writes what it sees of the machine, if anywhere."""
+        """File for this rank's system samples, if any."""
         return None if self.folder is None or "jsonl" not in self._config.observe.sinks else self.folder.system(rank)
 
     def write_config(self, text: str) -> None:
-        """Write the resolved config; from here on the folder is a run's."""
+        """Write the resolved config, which makes the folder a run folder."""
         if self.folder is not None and self._rank == 0:
             self.folder.write_config(text)
             if self._experiment is not None:
@@ -131,29 +135,29 @@ class RunOutput:
 
     def _begin_log(self) -> None:
         if self._log is not None:
-            with contextlib.suppress(OSError):  # writers of more important files report such a disk
+            with contextlib.suppress(OSError):  # writers of more important files report a failing disk
                 self._log.begin()
 
     def write_begun(self, record: RunRecord) -> None:
-        """Write what is known of the run so far, for those who watch it; a disk that refuses does not stop it."""
+        """Write what is known of the run so far, for those who watch it; a failing disk does not stop it."""
         if self.folder is not None and self._rank == 0:
             with contextlib.suppress(RunFolderError):
                 self.folder.write_begun(record)
 
     def abandon(self) -> None:
-        """Take back the folder of a run that could not begin; one with anything in it stays."""
+        """Remove the folder of a run that could not begin, unless it contains anything."""
         self.close()
         self.close_log()
         if self.folder is not None and self._rank == 0 and not self.resumed:
             take_back(self.folder.path)
 
     def flush_steps(self) -> None:
-        """Let the step records reach the file before a checkpoint claims them."""
+        """Flush step records to the file before a checkpoint refers to them."""
         if self._writer is not None:
             self._writer.flush()
 
     def forget_steps_after(self, rank: int, step: int) -> None:
-        """Drop records of steps that will be done again; rank 0 also those of ranks that are no more."""
+        """Drop records of steps that will be repeated; rank 0 also drops those of ranks that no longer exist."""
         if self.folder is None:
             return
         self._earlier_steps = step
@@ -163,18 +167,18 @@ class RunOutput:
                 self.folder.truncate_steps(former, step)
 
     def earlier_steps(self, rank: int) -> Iterator[StepRecord]:
-        """The records a resumed run already has."""
+        """Iterate over the records that a resumed run already has."""
         path = None if self.folder is None else self.folder.steps(rank)
         return iter(StepReader(path)) if path is not None and path.exists() else iter(())
 
     def close_log(self) -> None:
-        """Finish the log, the last thing that a run writes."""
+        """Close the log, the last file that a run writes."""
         if self._log is not None:
             self._log.close()
             self._log = None
 
     def close(self) -> list[str]:
-        """Finish writing steps; returns what was lost, in words, here and by the loggers so far."""
+        """Finish writing steps; return notes on what was lost, including by loggers."""
         notes = [] if self._loggers is None else self._loggers.notes
         if self._writer is None:
             return notes
@@ -187,19 +191,19 @@ class RunOutput:
         ]
 
     def write_gradients(self, gradients: GradientTimes) -> None:
-        """Write what predictions need to know of the gradients; a resumed run that saw none keeps its file."""
+        """Write what predictions need to know about gradients; a resumed run that measured none keeps its file."""
         if self.folder is None or (self.resumed and not gradients.measured):
             return
-        with contextlib.suppress(RunFolderError):  # a full disk is told of by what follows
+        with contextlib.suppress(RunFolderError):  # later writes report a full disk
             gradients.save(self.folder.path)
 
     def write_results(self, record: RunRecord, series: Sequence[SeriesPoint], config_text: str) -> None:
-        """Write summary and report; a disk that refuses does not undo the training."""
+        """Write summary and report; a failing disk does not undo the training."""
         if self.folder is None:
             return
         try:
             self.folder.write_epochs(record.epochs)
-            # First what the other is drawn from: a launcher that stops the rest of a failed run does not wait for ever.
+            # Write the data before the report: a launcher that stops a failed run does not wait forever.
             self.folder.write_summary(record, render_text(record))
             self.folder.write_report(render_html(record, series, config_text, samples_of(self.folder)))
         except RunFolderError as error:
@@ -207,14 +211,14 @@ class RunOutput:
             log.warning("%s", error)
 
     def rewrite_summary(self, record: RunRecord) -> None:
-        """Write the summary once more, with what became known after it was written."""
+        """Write the summary again, with what became known since."""
         if self.folder is not None:
-            with contextlib.suppress(RunFolderError):  # said when it was first written
+            with contextlib.suppress(RunFolderError):  # reported when it was first written
                 self.folder.write_summary(record, render_text(record))
 
 
 class EpochTable(Listener):
-    """Keeps epochs.csv up to date while the run goes on."""
+    """Keeps epochs.csv up to date during the run."""
 
     must_not_break_training = True
 
@@ -223,7 +227,7 @@ class EpochTable(Listener):
         self._epochs = folder.read_epochs() if folder.epochs_csv.exists() else []
 
     def on_epoch(self, epoch: EpochRecord) -> None:
-        """Add the epoch and write the table anew."""
+        """Add the epoch and rewrite the table."""
         self._epochs = [item for item in self._epochs if item.epoch < epoch.epoch] + [epoch]
         self._folder.write_epochs(self._epochs)
 
@@ -239,19 +243,24 @@ def open_output(
     experiment: dict[str, str] | None = None,
     loggers: Sequence[Logger] = (),
 ) -> RunOutput:
-    """Find or make the run folder on rank 0 and tell the others.
+    """Find or create the run folder on rank 0 and broadcast it.
 
     Args:
-        run_dir: A folder, `auto` for runs/<name>-<time>, None for no folder at all, or a URL: the folder is then
-            runs/<last part of the URL>, and is uploaded to it.
-        resume: None to begin anew; `auto` for the run in `run_dir`, else the newest unfinished of that name; or one.
-        experiment: What a run that nobody named is known by; None: its name is enough.
-        loggers: Trackers of the caller's own, beside those that the config names.
+        config: The config.
+        run_dir: A folder, `auto` for runs/<name>-<time>, None for no folder, or a URL: the folder is then runs/<last
+            part of the URL>, and is uploaded to it.
+        resume: None for a new run; `auto` for the run in `run_dir`, else the newest unfinished one of that name; or a
+            run.
+        show_progress: Whether to print a progress line.
+        rank: This rank.
+        world_size: Number of ranks.
+        experiment: Identifies a run without a name; None if its name is enough.
+        loggers: The caller's trackers, besides those that the config names.
 
     Raises:
-        RunFolderError: The folder is taken, missing or cannot be written.
-        MissingPackageError: The package of a logger is not installed.
-        ConfigError: A logger needs a folder, and there is none.
+        RunFolderError: If the folder is taken, missing or cannot be written.
+        MissingPackageError: If a logger's package is not installed.
+        ConfigError: If a logger needs a folder and there is none.
     """
     named: list[NamedLogger] = []
     choice: tuple[str | None, bool] | Exception = (None, False)
@@ -288,7 +297,7 @@ def open_output(
 def _choose(
     config: Config, run_dir: str | Path | None, resume: str | Path | None, experiment: dict[str, str] | None
 ) -> tuple[RunFolder | None, bool, Ownership | None]:
-    """The run folder, whether it holds a run to go on with, and where in object storage its copy is to be."""
+    """Choose the run folder; return whether it holds a run to resume, and the place of its copy in object storage."""
     out = None if run_dir is None or str(run_dir) == "auto" else run_dir
     launch = launch_id()
     if launch is not None and run_dir is not None:
@@ -320,10 +329,10 @@ def _choose(
 def _url_to_go_on_with(
     config: Config, out: str | Path | None, run_dir: str | Path | None, resume: str | Path | None, *, named: bool
 ) -> str | None:
-    """The URL of the run to go on with, if it is in object storage; one that is not given is looked for by its name."""
+    """Return the URL of the run to resume if it is in object storage; without a URL, search by the run's name."""
     if is_url(resume):
         if out is not None and str(out).rstrip("/") != str(resume).rstrip("/"):
-            raise RunFolderError(f"a run goes on in its own place, which is {resume}, not {out}; leave --out out")
+            raise RunFolderError(f"a run continues in its own place, which is {resume}, not {out}; leave --out out")
         return str(resume)
     if resume is None or str(resume) != "auto":
         return None
@@ -336,7 +345,7 @@ def _url_to_go_on_with(
 
 
 def _copied_to(config: Config, folder: RunFolder, *, resumed: bool) -> Ownership | None:
-    """Where the config has a local folder uploaded to; the folder may come from anywhere, and decides nothing."""
+    """Return where the config uploads a local folder; the folder itself is untrusted and decides nothing."""
     noted = go_on_in(folder.path) if resumed else None
     root = config.storage.url
     if root is None:
@@ -357,7 +366,7 @@ def _copied_to(config: Config, folder: RunFolder, *, resumed: bool) -> Ownership
 
 
 def _still_copied_to(config: Config, folder: RunFolder, given: str | Path | None) -> Ownership | None:
-    """The same for a run whose workers were started again."""
+    """Like `_copied_to`, for a run whose workers were restarted."""
     noted = go_on_in(folder.path)
     if noted is not None and is_url(given) and noted.url == check_url(str(given)):
         return noted
@@ -365,7 +374,7 @@ def _still_copied_to(config: Config, folder: RunFolder, given: str | Path | None
 
 
 def _begun_by(launch: str, out: str | Path | None, resume: str | Path | None) -> RunFolder | None:
-    """The run that this launch began before its workers were started again."""
+    """Return the run that this launch began before its workers were restarted."""
     wanted = out if resume is None or str(resume) == "auto" else resume
     given = None if wanted is None else folder_for(str(wanted), RUNS) if is_url(wanted) else Path(wanted)
     begun = begun_by(launch, (RUNS.iterdir() if RUNS.is_dir() else ()) if given is None else [given])
@@ -373,7 +382,7 @@ def _begun_by(launch: str, out: str | Path | None, resume: str | Path | None) ->
 
 
 def _named(run_dir: str | Path | None) -> Path | None:
-    """The folder that is given, if one is."""
+    """Return the folder that the user named, if any."""
     return None if run_dir is None or str(run_dir) == "auto" else Path(run_dir)
 
 
@@ -383,15 +392,15 @@ def choose_folder(
     resume: str | Path | None,
     experiment: dict[str, str] | None = None,
 ) -> tuple[RunFolder | None, bool]:
-    """The run folder, made unless it holds a run to go on with, and whether it does; arguments as for `open_output`.
+    """Return the run folder and whether it holds a run to resume, creating it if not; arguments as for `open_output`.
 
     Raises:
-        RunFolderError: The folder is taken, missing or cannot be written.
+        RunFolderError: If the folder is taken, missing or cannot be written.
     """
     out = _named(run_dir)
     if resume is not None and str(resume) != "auto":
         if out is not None and out.resolve() != Path(resume).resolve():
-            raise RunFolderError(f"a run goes on in its own folder, which is {resume}, not {out}; leave --out out")
+            raise RunFolderError(f"a run continues in its own folder, which is {resume}, not {out}; leave --out out")
         return RunFolder.open(resume), True
     if resume is not None:
         if out is not None and RunFolder(out).holds_run():
@@ -409,8 +418,8 @@ def choose_folder(
 
 
 def _other_experiment(folder: RunFolder, experiment: dict[str, str]) -> str | None:
-    """Why a run is not of this experiment; None if it is."""
-    advice = f"to go on with it all the same, give its folder (resume {folder.path}); to tell runs apart, name them"
+    """Return why a run is not of this experiment; None if it is."""
+    advice = f"to continue it all the same, give its folder (resume {folder.path}); to tell runs apart, name them"
     found = read_experiment(folder.path)
     if found is None:
         return f"it does not say which model, data and script it is of; {advice}"

@@ -1,4 +1,4 @@
-"""One training from beginning to end: put the parts together, run the loop, leave a run folder behind."""
+"""One training from start to finish: assemble the parts, run the loop, write the run folder."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from frameworm.engine.model.modes import TrainingMode
 from frameworm.engine.model.processors import host_layers, quick_turns
 from frameworm.engine.optim.schedule import Schedule
 from frameworm.engine.pretrained import keep_shape
-from frameworm.engine.step.capture import CapturedStep, on_stream
+from frameworm.engine.step.capture import CapturedStep
 from frameworm.engine.step.evaluation import Evaluation, evaluate
+from frameworm.engine.step.recording import on_stream
 from frameworm.engine.step.step import SeenBatch, TrainStep
 from frameworm.engine.summary import count_per_epoch, fill_record, flatten_notes, judge_run, stop_error, summarise_rank
 from frameworm.errors import RunFolderError
@@ -36,11 +37,11 @@ from frameworm.records.atomic import not_world_writable
 from frameworm.records.schema import CheckpointStatistics, Communication, RunRecord
 
 log = logging.getLogger("frameworm")
-_AFTER_FAILURE_S = 15.0  # for uploads: when one rank has failed, a launcher ends the others 20 s later
+_AFTER_FAILURE_S = 15.0  # for uploads: a launcher ends the other ranks 20 s after one has failed
 
 
 def run_job(job: Job) -> RunRecord:
-    """Train what a job describes; as `TrainingSession.run`."""
+    """Train what a job describes; see `TrainingSession.run`."""
     training = job.config.training
     fused = fused_heads(job.model, training.fused_loss, compiled=job.config.gpu.compile_model)
     with fused as heads, host_layers(job.model, training), quick_turns():
@@ -112,7 +113,7 @@ class TrainingSession:
         )
 
     def _handing_out(self) -> Callable[[], None] | None:
-        """What hands the batches of a step to the callbacks that ask for them; None where none does."""
+        """Return a function that passes a step's batches to callbacks; None if no callback wants them."""
         events, step, trainer = self._output.events, self._parts.step, self._job.trainer
         if not events.wants_batches:
             return None
@@ -130,21 +131,21 @@ class TrainingSession:
     def _before_step(self, number: int) -> None:
         if self._steps_to_check >= 0:
             if self._steps_to_check == 0 and self._job.saves:
-                self._state.check_savable()  # now with what the optimizer made in its first step
+                self._state.check_savable()  # now including the optimizer's state after its first step
             self._steps_to_check -= 1
         self._protection.guard.before_step(number)
 
     def run(self) -> RunRecord:
         """Train to the end.
 
-        A run that was to save its state and could not, not even once, is returned as `failed`: the trained model is in
-        memory, and its owner may still save it.
+        If every attempt to save the state failed, the record's status is `failed`; the trained model is in memory, and
+        the caller may still save it.
 
         Raises:
-            TrainingInterruptedError: Ctrl-C, after the state was saved.
-            TrainingPreemptedError: SIGTERM, after the state was saved.
+            TrainingInterruptedError: On Ctrl-C, after the state was saved.
+            TrainingPreemptedError: On SIGTERM, after the state was saved.
         """
-        # Signals are caught to the end: who stops a run that is writing its results down must not take them from it.
+        # Signals are handled to the end, so that stopping a run while it writes its results does not lose them.
         protection, model = self._protection, self._model
         with contextlib.ExitStack() as around:
             for part in (not_world_writable(), protection.request, self._uploaded_at_the_end(), protection.watchdog):
@@ -155,7 +156,7 @@ class TrainingSession:
 
     @contextlib.contextmanager
     def _uploaded_at_the_end(self) -> Iterator[None]:
-        """Wait for uploads once the run is over, however it ended; a Ctrl-C from then on ends the wait."""
+        """Wait for uploads after the run, however it ended; from then on, Ctrl-C ends the wait."""
         try:
             yield
         finally:
@@ -181,7 +182,7 @@ class TrainingSession:
                 raise
         output.write_config(dump_config(self._job.config))
         if self._rank == 0 and output.folder is not None:
-            with contextlib.suppress(RunFolderError):  # what follows reports a disk that refuses
+            with contextlib.suppress(RunFolderError):  # later writes report a failing disk
                 keep_shape(output.folder.path, self._job.model, self._job.processing_class)
         self._write_begun()
         self._parts.flops.counted = self._write_begun
@@ -210,7 +211,7 @@ class TrainingSession:
                         self._notes.append(early)
                     self._save(last=True)
                     if self._job.strategy.keeps_own_copy:
-                        self._job.strategy.sync_buffers(self._job.model)  # what was trained is the mean of all
+                        self._job.strategy.sync_buffers(self._job.model)  # the result is the mean over all ranks
         except KeyboardInterrupt:
             self._finish("interrupted", whole=False)
             raise
@@ -224,6 +225,8 @@ class TrainingSession:
             close_loader(self._job.train.loader)
             for loader in self._job.validation.values():
                 close_loader(loader)
+            if isinstance(self._parts.step, CapturedStep):
+                self._parts.step.close()
             self._job.strategy.close()
         self._finish(status, whole=True)
         if status != "completed":
@@ -231,7 +234,7 @@ class TrainingSession:
         return self.record
 
     def _write_begun(self) -> None:
-        """Leave what is known before the end: a run that is killed has no summary."""
+        """Write what is known before the end, as a killed run has no summary."""
         strategy = self._job.strategy
         sent = Communication(bytes_per_step=strategy.communicated_bytes(self._job.model))
         flops = self._parts.flops.expected(strategy.world_size)
@@ -266,7 +269,7 @@ class TrainingSession:
             self._output.events.on_checkpoint(str(self._store.folder / f"step-{step:08d}"), step)
 
     def _resume(self) -> None:
-        """Continue from the newest checkpoint that is whole."""
+        """Continue from the newest complete checkpoint."""
         output = self._output.run
         folder = output.folder
         assert folder is not None
@@ -280,7 +283,7 @@ class TrainingSession:
         saved.go_on(limits.epochs, limits.max_steps, limits.early_stop)
         in_epoch = saved.step_in_epoch > 0 and not saved.finished
         if in_epoch and source.continue_reading(saved.reading):
-            text = f"resumed with another batch: the epoch goes on after its first {saved.epoch_samples} samples"
+            text = f"resumed with another batch: the epoch continues after its first {saved.epoch_samples} samples"
             self._notes.append(text)
             log.info("%s", text)
         self._notes += self._state.restore(newest[1], str(newest[0].path))
@@ -302,7 +305,7 @@ class TrainingSession:
             log.info("that run had come to its end; raise %s to train on", limit)
 
     def _fit_schedule(self) -> None:
-        """Let the learning rate come to its end with the training if steps of another size have been taken."""
+        """Shift the schedule so that it ends with the training if steps of another size have been taken."""
         schedule, progress, limits = self._state.schedule, self._state.progress, self._job.config.training
         per_epoch = self._job.train.steps_per_epoch
         if per_epoch is None or not isinstance(schedule, Schedule):
@@ -316,10 +319,10 @@ class TrainingSession:
             schedule.shift(planned - total)
 
     def _finish(self, status: str, *, whole: bool) -> None:
-        """Fill in the record and write the run folder; `whole` says that all ranks are here to add up figures."""
+        """Fill in the record and write the run folder; if `whole`, all ranks are present to sum metrics."""
         self._whole = whole
         if self._store is not None:
-            # Before the ranks meet: rank 0, whose store they all ask, does not leave while another still waits.
+            # Before the ranks communicate: rank 0 hosts their store and must not leave while another still waits.
             self._store.close() if whole else self._store.abandon()
             if status == "completed" and self._store.failed_wholly:
                 status = "failed"
@@ -368,11 +371,11 @@ class TrainingSession:
             achievable = achievable_flops(self.record.flops.products, self._job.strategy.device)
             self.record.flops.achievable_per_s = None if achievable is None else achievable * world_size
         if self._job.strategy.gradient_ranks == 1:
-            self.record.unseen = []  # between their meetings the ranks send nothing
+            self.record.unseen = []  # the ranks send nothing between synchronizations
         self._notes += [*output.sampler.notes, *protection.guard.notes, *protection.agreement.details]
         self._notes += [*self._job.train.notes, *parts.loss_function.notes, *parts.flops.notes]
         self._notes += head_notes(self._heads) if aggregate.steps else []
-        self._notes += [] if parts.halving is None else parts.halving.notes
+        self._notes += [] if parts.splitter is None else parts.splitter.notes
         self._notes += [] if protection.spikes is None else protection.spikes.notes
         self.record.skipped_samples, unread = describe(skipped)
         self._notes.append(unread)

@@ -1,4 +1,4 @@
-"""From what a run measured to its record."""
+"""Turn what a run measured into its record."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ GROUP_STEPS = 64
 
 
 class Tally(Listener):
-    """Listens to every step of this rank and keeps the figures of the run.
+    """Listens to every step of this rank and aggregates the run's metrics.
 
-    Steps are summed up many at a time: after each step of a model, the code and data for it would have left the
-    processor's caches, and summing would cost several times as much.
+    Steps are summed many at a time: by the end of each model step, code and data for it have left the processor's
+    caches, and summing would take several times as long.
     """
 
     def __init__(self) -> None:
@@ -51,14 +51,14 @@ class Tally(Listener):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the steps so far."""
+        """Discard the steps so far."""
         self._aggregate = StepAggregate()
         self._account = StepAccount()
         self._waiting.clear()
 
     @property
     def aggregate(self) -> StepAggregate:
-        """The figures of all steps so far."""
+        """Aggregated metrics of all steps so far."""
         self._sum_up()
         return self._aggregate
 
@@ -93,11 +93,19 @@ def fill_record(
     wall_s: float,
     ranks: RankWatch | None = None,
 ) -> None:
-    """Put the run's figures into its record; what was not measured stays None.
+    """Put the run's metrics into its record; what was not measured stays None.
 
     Args:
-        world_sums: Measured samples and tokens summed over the ranks; None when the other ranks could not be asked.
-        ranks: What was seen of the communication between the ranks, if somebody watched it.
+        record: The record to fill.
+        status: How the run ended.
+        progress: The run's position and epochs.
+        aggregate: Metrics of this rank's steps.
+        world_sums: Measured samples and tokens summed over the ranks; None if the other ranks are not available.
+        communicated_bytes: Bytes that a rank sends per step.
+        device: The training device.
+        checkpoint: Statistics of the checkpoints.
+        wall_s: Duration of the run.
+        ranks: Measurements of the communication between ranks, if any.
     """
     record.status = status
     record.wall_s = wall_s
@@ -125,7 +133,7 @@ def fill_record(
 def summarise_communication(
     aggregate: StepAggregate, world_size: int, communicated_bytes: int | None, ranks: RankWatch | None
 ) -> Communication:
-    """The communication of this rank's mean step; a single rank has none."""
+    """Summarise the communication of this rank's mean step; a single rank has none."""
     if world_size == 1:
         return Communication(total_s=0.0, exposed_s=0.0, bytes_per_step=communicated_bytes)
     total_s, phases = aggregate.communication_s(), aggregate.phases()
@@ -142,7 +150,7 @@ def summarise_communication(
 
 
 def count_per_epoch(communication: Communication, steps: int | None, world_size: int, sync_every: int) -> None:
-    """Say how often the ranks meet in an epoch of so many steps, and what each sends."""
+    """Record how often the ranks communicate in an epoch of `steps`, and how much each sends."""
     if steps is None:
         return
     communication.times_per_epoch = steps // sync_every if world_size > 1 else 0
@@ -151,7 +159,7 @@ def count_per_epoch(communication: Communication, steps: int | None, world_size:
 
 
 def summarise_rank(rank: int, aggregate: StepAggregate) -> RankSummary:
-    """The mean step of this rank."""
+    """Summarise this rank's mean step."""
     step_s = aggregate.throughput().step_s
     return RankSummary(
         rank=rank,
@@ -164,12 +172,12 @@ def summarise_rank(rank: int, aggregate: StepAggregate) -> RankSummary:
 
 
 def judge_run(record: RunRecord, tally: Tally, config: Config) -> None:
-    """Put verdict and findings into the record; a run that ended well is not lost to a fault in judging it."""
+    """Put verdict and findings into the record; an error in judging must not fail the run."""
     record.targets = grade_targets(record, config.observe.targets)
     try:
         judgement = judge(record, steps=tally.account, config=config, trace=_trace_of(record))
         if record.status == "failed" and judgement.verdict == "inconclusive":
-            return  # it has other troubles than its speed
+            return  # speed is not its problem
         apply_judgement(record, judgement)
     except Exception as error:
         log.warning("the run could not be judged", exc_info=True)
@@ -177,7 +185,7 @@ def judge_run(record: RunRecord, tally: Tally, config: Config) -> None:
 
 
 def _trace_of(record: RunRecord) -> TraceSummary | None:
-    """What the trace window of this run saw on rank 0, if it recorded one."""
+    """Read the summary of rank 0's trace window, if one was recorded."""
     path = None if record.run_dir is None else Path(record.run_dir) / "trace-rank0-summary.json"
     if path is None or not path.exists():
         return None
@@ -185,7 +193,7 @@ def _trace_of(record: RunRecord) -> TraceSummary | None:
 
 
 def measure_memory(device: torch.device) -> Memory:
-    """The most memory this process has held so far."""
+    """Measure this process's peak memory so far."""
     host_bytes = host_peak_bytes()
     if device.type != "cuda":
         return Memory(peak_bytes=host_bytes, total_bytes=memory_total_bytes(), host_peak_bytes=host_bytes)
@@ -198,17 +206,17 @@ def measure_memory(device: torch.device) -> Memory:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Number of parameters, tied ones once."""
+    """Count parameters, tied ones once."""
     return sum(item.numel() for item in model.parameters())
 
 
 def describe_device(device: torch.device) -> str:
-    """The device as a person would name it."""
+    """Return the device's name for people."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def stop_error(record: RunRecord) -> TrainingInterruptedError | TrainingPreemptedError:
-    """The error that says why a run ended before its time, and where it can go on."""
+    """Build the error that says why a run ended early, and from where it can resume."""
     where = "nothing was saved (no run folder)"
     if record.run_dir is not None:
         where = f"saved after step {record.steps} in {record.run_dir}"
@@ -222,7 +230,7 @@ def stop_error(record: RunRecord) -> TrainingInterruptedError | TrainingPreempte
 
 
 def why_failed(record: RunRecord) -> str:
-    """Why a run that trained to its end has failed all the same."""
+    """Explain why a run that trained to its end still failed."""
     return (
         f"trained {record.steps} steps, but no checkpoint was written: the {_save_problem(record)}; give a folder that "
         f"can be written to (--out), or make room in {record.run_dir}"
@@ -230,11 +238,11 @@ def why_failed(record: RunRecord) -> str:
 
 
 def _save_problem(record: RunRecord) -> str | None:
-    """What kept the last checkpoint from being written, if the run has none."""
+    """Return what kept the last checkpoint from being written, if the run has none."""
     problems = [note for note in record.notes if SAVE_FAILED in note]
     return problems[-1].removeprefix("the ") if problems and not record.checkpoint.count else None
 
 
 def flatten_notes(*groups: Any) -> list[str]:
-    """All notes in order, each once."""
+    """Return all notes in order, each once."""
     return list(dict.fromkeys(note for group in groups for note in (group or []) if note))

@@ -1,4 +1,4 @@
-"""The forms in which weights leave a training: safetensors in one file or several, or folders of other libraries."""
+"""Export formats of weights: safetensors in one file or several, or folders of other libraries."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of a size such as 5GB or 500MB, in powers of ten as `save_pretrained` counts, or 2GiB.
+    """Parse a size such as 5GB or 500MB (powers of ten, like `save_pretrained`) or 2GiB into bytes.
 
     Raises:
-        ConfigError: It is no size.
+        ConfigError: If it is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     unit = None if match is None else _UNITS.get(match[2].upper())
@@ -35,10 +35,10 @@ def parse_size(text: str | int) -> int:
 
 
 def refuse_url(target: Path) -> None:
-    """Refuse a path that was a URL before it became one: it would be a folder called `s3:` here.
+    """Refuse a path made from a URL, which would be a local folder called `s3:`.
 
     Raises:
-        RunFolderError: It was.
+        RunFolderError: If it is one.
     """
     scheme = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):", next(iter(target.parts), ""))
     if scheme and len(target.parts) > 1:
@@ -51,8 +51,8 @@ class Outgoing:
     """Tensors to be written, one at a time.
 
     Args:
-        about: Shape and type in which each is written, by name.
-        read: Gives one by its name, in host memory and of that type; called once for each.
+        about: Shape and dtype in which each is written, by name.
+        read: Returns one by its name, in host memory and that dtype; called once for each.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Outgoing:
 
     @property
     def numbers(self) -> int:
-        """How many there are in all tensors."""
+        """Number of elements of all tensors."""
         return sum(shape.numel() for shape, _ in self.about.values())
 
     def size_of(self, name: str) -> int:
@@ -72,23 +72,23 @@ class Outgoing:
         return shape.numel() * dtype.itemsize
 
     def all(self) -> dict[str, torch.Tensor]:
-        """All of them, in memory at once."""
+        """Read all tensors into memory at once."""
         return {name: self.read(name) for name in self.about}
 
 
 def write_safetensors(target: Path, tensors: Outgoing, about: Mapping[str, str], max_shard_bytes: int) -> int:
-    """Write tensors one after the other, so that no more than one of them is held; returns the bytes written.
+    """Write tensors one by one, holding no more than one in memory; return the bytes written.
 
     Args:
-        target: A file that ends in .safetensors; a folder otherwise, in which it is called model.safetensors.
+        target: A file that ends in .safetensors, or a folder for a file model.safetensors.
         tensors: What to write.
-        about: Facts for the heads of the files.
-        max_shard_bytes: Where all would be more, there are several files, none of more than this unless a single tensor
-            is, and an index that says which tensor is in which.
+        about: Metadata for the file headers.
+        max_shard_bytes: If the total is larger, write several files of at most this size (unless a single tensor is
+            larger), and an index of which tensor is in which file.
 
     Raises:
-        RunFolderError: They cannot be written.
-        CheckpointError: A tensor is of a type that such a file cannot hold.
+        RunFolderError: If they cannot be written.
+        CheckpointError: If a tensor has a dtype that safetensors cannot hold.
     """
     first = target if target.suffix == SAFETENSORS else target / f"model{SAFETENSORS}"
     shards = _shards(tensors, max_shard_bytes)
@@ -110,12 +110,12 @@ def write_safetensors(target: Path, tensors: Outgoing, about: Mapping[str, str],
 
 
 def file_order(tensors: Outgoing, max_shard_bytes: int) -> list[str]:
-    """The names of the tensors as `write_safetensors` asks for them."""
+    """Return the names of the tensors in the order in which `write_safetensors` reads them."""
     return [name for shard in _shards(tensors, max_shard_bytes) for name in shard]
 
 
 def _shards(tensors: Outgoing, max_shard_bytes: int) -> list[list[str]]:
-    """The names in each file, in its order: each tensor begins at a multiple of the size of its numbers."""
+    """Return the names in each file, ordered so that each tensor begins at a multiple of its element size."""
     shards: list[list[str]] = [[]]
     size = 0
     for name in tensors.about:
@@ -129,7 +129,7 @@ def _shards(tensors: Outgoing, max_shard_bytes: int) -> list[list[str]]:
 
 
 def _write_file(path: Path, tensors: Outgoing, names: list[str], about: Mapping[str, str]) -> int:
-    """One file, whole or not at all: eight bytes with the length of the head, the head, the tensors in its order."""
+    """Write one file atomically: eight bytes with the length of the header, the header, the tensors in its order."""
     head: dict[str, Any] = {"__metadata__": dict(about)}
     end = 0
     for name in names:
@@ -149,14 +149,14 @@ def _write_file(path: Path, tensors: Outgoing, names: list[str], about: Mapping[
 
 
 def write_dcp(target: Path, state: dict[str, Any]) -> int:
-    """Write a folder that torch.distributed.checkpoint reads; all ranks call it, each writes what it holds.
+    """Write a folder that torch.distributed.checkpoint reads; all ranks call it, and each writes its own part.
 
     Returns:
         Its size in bytes.
 
     Raises:
-        RunFolderError: It cannot be written.
-        CheckpointError: It cannot be written, for a reason of torch's.
+        RunFolderError: If it cannot be written.
+        CheckpointError: If torch cannot write the state.
     """
     import torch.distributed as dist
     from torch.distributed.checkpoint.api import CheckpointException
@@ -164,7 +164,7 @@ def write_dcp(target: Path, state: dict[str, Any]) -> int:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, about being called without a process group
+            warnings.simplefilter("ignore")  # torch warns when called without a process group
             save(state, checkpoint_id=target, no_dist=not dist.is_initialized())
     except OSError as error:
         raise RunFolderError(f"cannot write {target}: {error.strerror or error}") from None

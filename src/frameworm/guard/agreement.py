@@ -1,17 +1,19 @@
-"""Whether two ways of computing a training step agree, from what both gave at the same states.
+"""Whether two ways of computing a training step agree, judged by their outputs at the same states.
 
-Free-running losses part by themselves, because training amplifies rounding. So the two sides are put into the same
-state, given the same samples, and their outputs are compared: the loss, every gradient before clipping, and buffers.
+The losses of two free-running trainings diverge anyway, because training amplifies rounding. So both sides are put into
+the same state and given the same samples, and their outputs are compared: the loss, every gradient before clipping, and
+buffers.
 
-- **Errors.** A reference of higher precision says how wrong each side is. The candidate may be about twice as wrong as
-  an eager step in its precision, and in fp32 by a ten-thousandth. Where rounding decides which of two numbers is the
+- **Errors.** A reference in higher precision shows how wrong each side is. The candidate's error may be about twice
+that
+  of an eager step in its precision, and in fp32 a ten-thousandth. Where rounding decides which of two numbers is
   larger, a state is off by more; a quarter of the states may be. Outputs whose true value is smaller than their
   rounding noise, such as the gradient of a bias in front of a normalisation, are judged together.
 - **Bias.** Rounding errors point in all directions; a wrong factor points along the gradient. The error's component
-  along the reference gradient is averaged over the states. It must lie within half a percent; where noise makes it
-  uncertain, the outputs are averaged too, and a bias of 5% that could hide in the noise leaves the verdict open.
+  along the reference gradient is averaged over the states. It must be within half a percent; if noise makes it
+  uncertain, it is averaged over outputs too, and if a bias of 5% could hide in the noise, the verdict is left open.
 - **Decisions.** Learning rates, weight decay, skipped steps and loss scales must be equal, and the update must be what
-  torch's plain optimizer makes of the same gradient.
+  torch's plain optimizer computes from the same gradient.
 """
 
 from __future__ import annotations
@@ -29,19 +31,19 @@ ROUNDING_UNITS: dict[str, float] = {"fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 
 LEAST_STATES = 4
 # The candidate's error as a multiple of that of an eager step in the same precision.
 _MOST_TIMES = 2.0
-# Few elements make a ratio of two errors uncertain; so many at each state make it certain enough.
+# With few elements the ratio of two errors is uncertain; this many per state are enough.
 _ENOUGH_ELEMENTS = 64
 _UNIT = ROUNDING_UNITS["fp32"]
-# Needs no explanation: kernels of one precision differ in how they add up, and fp32 leaves room for much worse ones.
+# Errors below this need no explanation: kernels of one precision sum in different orders, and fp32 leaves ample room.
 _HARMLESS = 5e-5
-# A choice that rounding decides otherwise, as in a ReLU or a maximum, moves a gradient by less than this at a state.
+# When rounding flips a choice, as in a ReLU or a maximum, a gradient changes by less than this at one state.
 _FLIPPED = 0.05
-# A bias along the gradient that does not matter, and how well it must be known to be judged for one output alone.
+# A bias along the gradient that does not matter, and how precisely it must be known to judge one output alone.
 BIAS_ALLOWED = 0.005
 _BIAS_KNOWN = 0.3 * BIAS_ALLOWED
-# An output that is less well known is flagged by itself only where chance is ruled out for hundreds of outputs.
+# A less precisely known output is only flagged if chance is ruled out for hundreds of outputs.
 _FOR_MANY = 2.6
-# Where noise hides a bias of this size, or so much of the gradient's length, nothing is shown.
+# If noise can hide a bias of this size, or this fraction of the gradient's length, nothing is proven.
 _BIAS_HIDDEN = 0.05
 _LENGTH_HIDDEN = 0.1
 _POOLED = "outputs below their rounding noise"
@@ -51,14 +53,14 @@ class OutputErrors(NamedTuple):
     """One output of a step at one state.
 
     Attributes:
-        name: Such as `gradient encoder.weight`.
-        elements: How many numbers it has.
+        name: For example `gradient encoder.weight`.
+        elements: Number of elements.
         size: Length of the reference.
         baseline: Error of the config before the change.
         expected: Error of an eager step in the candidate's precision.
         noise: How far the baseline moves under perturbations as small as its rounding.
         candidate: Error of the config after the change.
-        shift: Component of the candidate's error, less the expected one, along the reference, relative to its length.
+        shift: Component of the candidate's error minus the expected one, along the reference, relative to its length.
     """
 
     name: str
@@ -78,7 +80,7 @@ class OutputErrors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateErrors:
-    """The comparison at one state: after how many steps it was taken, and how far each output was off."""
+    """The comparison at one state: the number of steps before it, and the errors of each output."""
 
     step: int
     outputs: Sequence[OutputErrors]
@@ -89,11 +91,11 @@ class Draws:
     """Steps from one state with random draws as in training.
 
     Attributes:
-        count: Steps of each side.
-        before: Mean of the loss of the baseline's steps, its deviation, and the spread of its gradients.
-        after: The same of the candidate's.
-        repeated: Pairs of the candidate's steps that came out the same.
-        repeated_before: The same of the baseline.
+        count: Number of steps on each side.
+        before: For the baseline: mean of the loss, its deviation, and the spread of the gradients.
+        after: The same for the candidate.
+        repeated: Number of the candidate's steps with identical results.
+        repeated_before: The same for the baseline.
     """
 
     count: int
@@ -109,14 +111,14 @@ class Agreement:
 
     Attributes:
         states: One entry per compared state.
-        differences: Decisions that are not equal, in words: rates, decay, skipped steps.
+        differences: Decisions that differ, in words: rates, decay, skipped steps.
         updates: For each parameter the error of its update, in multiples of what rounding explains.
-        reference: What errors are measured against: `fp64`, `fp32`, `eager` (a step in the same precision, where the
-            model draws random numbers itself) or `baseline` (itself, for want of a better one).
+        reference: What errors are measured against: `fp64`, `fp32`, `eager` (a step in the same precision, for a model
+            that draws random numbers itself) or `baseline` (itself, for lack of a better one).
         unit: Unit of rounding of the coarser precision of both sides.
-        changes_precision: The candidate computes in another precision.
-        repeats: Relative distance of two runs of the baseline's step from the same state; 0: it is deterministic.
-        draws: Comparison with random draws; None: nothing is drawn, or it was not compared.
+        changes_precision: True if the candidate computes in another precision.
+        repeats: Relative distance between two runs of the baseline's step from the same state; 0 if deterministic.
+        draws: Comparison with random draws; None if nothing is drawn or it was not compared.
     """
 
     states: Sequence[StateErrors]
@@ -130,7 +132,7 @@ class Agreement:
 
     @property
     def compared(self) -> Compared:
-        """What was compared, without the measurements."""
+        """The extent of the comparison, without the measurements."""
         return Compared(
             len(self.states),
             self.reference,
@@ -142,14 +144,14 @@ class Agreement:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` reads them back."""
+        """Return plain values; `from_json` reads them back."""
         plain = asdict(self)
         plain["states"] = [{"step": item.step, "outputs": [list(row) for row in item.outputs]} for item in self.states]
         return plain
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Agreement:
-        """What `to_json` wrote."""
+        """Read what `to_json` returned."""
         draws = values.get("draws")
         states = [
             StateErrors(item["step"], [OutputErrors(*row) for row in item["outputs"]]) for item in values["states"]
@@ -165,12 +167,12 @@ class Compared:
     """The extent of a comparison, for reports.
 
     Attributes:
-        states: How many states both sides started from.
+        states: Number of states that both sides started from.
         reference: See `Agreement`.
         unit: See `Agreement`.
         repeats: See `Agreement`.
-        draws: Steps of each side with random draws as in training; 0: not compared.
-        updates: Parameters whose update was compared with that of torch's plain optimizer.
+        draws: Steps of each side with random draws as in training; 0 if not compared.
+        updates: Number of parameters whose update was compared with that of torch's plain optimizer.
         worst_update: The largest error of these, in multiples of what rounding explains.
     """
 
@@ -189,9 +191,9 @@ class OutputAgreement(NamedTuple):
     Attributes:
         error: Error of the candidate, relative to the reference.
         explained: Error that rounding explains, relative to the reference.
-        times: One as a multiple of the other; more than `allowed` is a change.
+        times: `error` as a multiple of `explained`; more than `allowed` means that the change alters the output.
         bias: Mean component of the error along the reference, relative to its length.
-        bias_error: Half the width of the 95% interval of that.
+        bias_error: Half the width of the 95% interval of `bias`.
     """
 
     name: str
@@ -205,7 +207,7 @@ class OutputAgreement(NamedTuple):
 
 
 class AgreementVerdict(NamedTuple):
-    """Whether the sides agree (None: not shown), what that rests on, and the outputs, worst first."""
+    """Whether the sides agree (None: not proven), the reason, and the outputs, worst first."""
 
     passed: bool | None
     detail: str
@@ -213,7 +215,7 @@ class AgreementVerdict(NamedTuple):
 
 
 def judge_agreement(measured: Agreement) -> AgreementVerdict:
-    """Judge a comparison; see the module."""
+    """Judge a comparison; the module docstring describes the rules."""
     outputs = agreement_per_output(measured)
     problems = [*measured.differences, *_update_problems(measured.updates)]
     off = [problem for item in outputs if (problem := output_problem(item)) is not None]
@@ -243,7 +245,7 @@ def judge_agreement(measured: Agreement) -> AgreementVerdict:
 
 
 def agreement_per_output(measured: Agreement) -> list[OutputAgreement]:
-    """Every output over all states, those below their noise together, the least alike first."""
+    """Return every output over all states, those below their noise together, the worst agreement first."""
     rows = _by_name(measured)
     alone = {name: items for name, items in rows.items() if not _is_noise(items)}
     below = {name: items for name, items in rows.items() if name not in alone}
@@ -284,7 +286,7 @@ def _is_noise(rows: Sequence[OutputErrors]) -> bool:
 
 
 def _merged(outputs: Sequence[Sequence[OutputErrors]]) -> list[OutputErrors]:
-    """Several outputs as one long one, state by state."""
+    """Merge several outputs into one long one, state by state."""
     found = []
     for rows in zip(*outputs):
         squares = sum(row.size**2 for row in rows)
@@ -306,7 +308,7 @@ def _over_states(name: str, rows: Sequence[OutputErrors], unit: float, *, below_
     allowed = _MOST_TIMES * (1 + 4 / math.sqrt(elements))
     times = error / (explained + floor) if explained + floor != 0 else (math.inf if error else 0.0)
     shifts = [row.shift for row in rows]
-    bias = sum(shifts) / len(shifts)  # not by fsum, which raises on infinities of both signs
+    bias = sum(shifts) / len(shifts)  # not with fsum, which raises on infinities of both signs
     scatter = math.inf
     if len(shifts) > 1:
         variance = sum((shift - bias) * (shift - bias) for shift in shifts) / (len(shifts) - 1)
@@ -316,7 +318,7 @@ def _over_states(name: str, rows: Sequence[OutputErrors], unit: float, *, below_
 
 
 def _without_flips(rows: Sequence[OutputErrors], unit: float) -> list[OutputErrors]:
-    """The three quarters of the states at which an output is least off, and those of the others where it is by much."""
+    """The best three quarters of the states for an output, and those of the rest that are off by more than a flip."""
 
     def times(row: OutputErrors) -> float:
         explained = row.explained + max(unit, _HARMLESS) * row.size
@@ -328,7 +330,7 @@ def _without_flips(rows: Sequence[OutputErrors], unit: float) -> list[OutputErro
 
 
 def output_problem(item: OutputAgreement) -> str | None:
-    """What speaks against one output, in words; None: nothing does."""
+    """Describe what is wrong with one output; None if nothing is."""
     if not math.isfinite(item.error):
         return f"{item.name} is not finite"
     if item.times > item.allowed:
@@ -344,7 +346,7 @@ def output_problem(item: OutputAgreement) -> str | None:
 
 
 def _stands_out(item: OutputAgreement) -> bool:
-    """Whether a bias is shown that is not shown to be small enough."""
+    """True if there is evidence of a bias that has not been shown to be small enough."""
     return abs(item.bias) > item.bias_error
 
 
@@ -357,12 +359,12 @@ def _update_problems(updates: Mapping[str, float]) -> list[str]:
 
 
 def _draw_problems(draws: Draws, unit: float) -> list[str]:
-    """Random draws must differ from step to step, spread as widely, and mean the same."""
+    """Random draws must differ from step to step, spread equally and have the same mean."""
     if draws.repeated > draws.repeated_before:
         return [f"random draws repeat: {draws.repeated} of {draws.count} steps from one state came out the same"]
     mean, deviation, spread = draws.before
     other_mean, other_deviation, other_spread = draws.after
-    # The deviation of a standard deviation from so many draws, five times.
+    # Five times the standard error of a standard deviation from this many draws.
     times = 1 + 5 / math.sqrt(2 * max(draws.count - 1, 1))
     if spread > 0 and not spread / times <= other_spread <= spread * times:
         return [f"random draws move the gradient by {other_spread:.3g} where they moved it by {spread:.3g}"]

@@ -1,4 +1,4 @@
-"""The baseline file: what a guarded program was like, as a small JSON file that can be kept beside its code."""
+"""The baseline file: the measurements of a guarded program in a small JSON file that can be kept next to its code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from frameworm.errors import BaselineError, RunFolderError
-from frameworm.guard.figures import RunFigures, read_runs
+from frameworm.guard.run_metrics import RunMetrics, read_runs
 from frameworm.records.atomic import write_atomic
 from frameworm.records.reading import read_json
 
@@ -26,15 +26,15 @@ class Baseline:
     """Runs to compare with, oldest first; `path` is where they came from."""
 
     path: Path
-    runs: list[RunFigures] = field(default_factory=list)
+    runs: list[RunMetrics] = field(default_factory=list)
 
 
 def read_baseline(path: str | os.PathLike[str]) -> Baseline:
-    """A baseline from its file, or of a single run from its folder.
+    """Read a baseline from its file, or from the folder of a single run.
 
     Raises:
-        BaselineError: There is none, or it is none.
-        RunFolderError: It is a folder that holds no run.
+        BaselineError: There is no such file, or it is not a baseline.
+        RunFolderError: The folder contains no run.
     """
     place = Path(path)
     if place.is_dir():
@@ -46,25 +46,25 @@ def read_baseline(path: str | os.PathLike[str]) -> Baseline:
     except OSError as error:
         raise BaselineError(f"cannot read the baseline {place}: {error.strerror or error}") from error
     except ValueError as error:
-        raise BaselineError(f"{place} is not a baseline of frameworm: it is no JSON ({error})") from error
+        raise BaselineError(f"{place} is not a baseline of frameworm: it is not JSON ({error})") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise BaselineError(f'{place} is not a baseline of frameworm: it has no "format": "{FORMAT}"')
     if data.get("version") != VERSION:
         raise BaselineError(f"{place} is a baseline of version {data.get('version')}; this frameworm reads {VERSION}")
     try:
-        runs = [RunFigures.from_dict(item) for item in data["runs"]]
+        runs = [RunMetrics.from_dict(item) for item in data["runs"]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BaselineError(f"the baseline {place} is damaged: {type(error).__name__}: {error}") from error
     if not runs:
-        raise BaselineError(f"the baseline {place} holds no run; make it anew with --update-baseline")
+        raise BaselineError(f"the baseline {place} holds no run; make a new one with --update-baseline")
     return Baseline(place, runs)
 
 
 def write_baseline(baseline: Baseline) -> None:
-    """Write the file as a whole; lists of numbers stay on one line each.
+    """Write the file as a whole, with each list of numbers on one line.
 
     Raises:
-        BaselineError: It cannot be written.
+        BaselineError: The file cannot be written.
     """
     data = {"format": FORMAT, "version": VERSION, "runs": [run.to_dict() for run in baseline.runs]}
     text = json.dumps(data, indent=2, default=str, allow_nan=False)
@@ -76,8 +76,8 @@ def write_baseline(baseline: Baseline) -> None:
         raise BaselineError(f"cannot write the baseline {baseline.path}: {error}") from error
 
 
-def with_runs(baseline: Baseline, runs: Sequence[RunFigures]) -> Baseline:
-    """The baseline with these runs added; a run that is there already is replaced, and the oldest make room."""
+def with_runs(baseline: Baseline, runs: Sequence[RunMetrics]) -> Baseline:
+    """Return the baseline with these runs added; runs already there are replaced, and the oldest are dropped."""
     added = {(run.name, run.started) for run in runs}
     kept = [run for run in baseline.runs if (run.name, run.started) not in added]
     return Baseline(baseline.path, [*kept, *runs][-MOST_RUNS:])

@@ -1,20 +1,23 @@
-"""Two runs side by side: what was set, on what they ran, and where the time of a step went."""
+"""Compares two runs: their settings, their hardware, and where the time of a step went."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from frameworm.guard.figures import RunFigures, read_runs
-from frameworm.guard.parting import COMPARED_BYTES, Parting, first_parting
-from frameworm.guard.statistics import RatioInterval, independent_ratio, run_spread
-from frameworm.records.schema import PHASES
+from frameworm.guard.divergence import COMPARED_BYTES, Divergence, first_divergence
+from frameworm.guard.run_metrics import RunMetrics, read_runs
+from frameworm.guard.statistics import independent_ratio, run_spread
+from frameworm.records.estimate import Interval
+from frameworm.records.printable import Shown
+from frameworm.records.schema import PHASES, json_ready
 from frameworm.records.store import RunFolder
 
-# Facts of the fingerprint that make another machine; the others are versions, or chosen by whoever starts the run.
+# Facts of the fingerprint that identify a machine; the others are versions, or chosen when the run is started.
 HARDWARE = {
     "machine": 0.0,
     "cpu_model": 0.0,
@@ -24,18 +27,19 @@ HARDWARE = {
     "device": 0.0,
     "device_memory_bytes": 0.05,
 }
-# Tokens and samples of a step vary with the texts that happened to be drawn.
+# Tokens and samples per step vary with the texts that happen to be drawn.
 WORK = {"workload": 0.0, "dataset": 0.0, "global_batch": 0.0, "parameters": 0.0, "tokens_per_step": 0.1}
 SAME_SAMPLES = 0.02
-# A share of the difference that is worth the name of a cause.
+# A phase must explain this fraction of the difference to be named as its cause.
 EXPLAINS = 0.3
 CROWDED = 0.03
 _TWO_SIDED = 2.1
+_FEW = 4  # settings to show
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A fact that is not the same; None is absent or unknown."""
+    """A value that differs; None means absent or unknown."""
 
     name: str
     before: Any
@@ -44,7 +48,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class PhaseChange:
-    """One phase of the mean step before and after; seconds per step, or per sample."""
+    """One phase of the mean step before and after, in seconds per step or per sample."""
 
     name: str
     before_s: float
@@ -58,13 +62,13 @@ class PhaseChange:
 
     @property
     def outside_noise(self) -> bool:
-        """Whether the difference is more than noise."""
+        """True if the difference is more than noise."""
         return abs(self.difference_s) > self.margin_s
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The phase with the largest part in a difference."""
+    """The phase that explains most of a difference."""
 
     phase: str
     difference_s: float
@@ -72,48 +76,79 @@ class Explanation:
 
     @property
     def share(self) -> float:
-        """Its part of the whole difference; beyond 1 where others went the other way."""
+        """Fraction of the whole difference; above 1 if other phases changed in the opposite direction."""
         return self.difference_s / self.total_s
 
 
-@dataclass(slots=True)
-class Comparison:
+@dataclass(slots=True, repr=False)
+class Comparison(Shown):
     """What changed between two runs."""
 
-    before: RunFigures
-    after: RunFigures
+    before: RunMetrics
+    after: RunMetrics
     per_sample: bool = False
     settings: list[Difference] = field(default_factory=list)
     environment: list[Difference] = field(default_factory=list)
     hardware: list[Difference] = field(default_factory=list)
     work: list[Difference] = field(default_factory=list)
-    typical: RatioInterval | None = None  # of the time per step or per sample; None: too few steps
-    mean: RatioInterval | None = None
+    typical: Interval[float] | None = None  # of the time per step or per sample; None if there are too few steps
+    mean: Interval[float] | None = None
     phases: list[PhaseChange] = field(default_factory=list)
     explanation: Explanation | None = None
-    parting: Parting | None = None  # None: nobody has looked, or there is no step to compare
+    parting: Divergence | None = None  # None: not computed, or there is no step to compare
+    sentences: list[str] = field(default_factory=list)  # what it comes to; `frameworm.report` has the words
+
+    def in_words(self) -> list[str]:
+        """What happened to the speed, and what was set differently."""
+        lines = [f"Comparison: A is {self.before.name}, B is {self.after.name}", *self.sentences]
+        if self.settings:
+            changed = [f"{item.name} {item.before} -> {item.after}" for item in self.settings[:_FEW]]
+            more = f" and {len(self.settings) - _FEW} more" if len(self.settings) > _FEW else ""
+            lines.append(f"settings: {', '.join(changed)}{more}")
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """The comparison as JSON-ready data."""
+        return comparison_dict(self)
+
+
+def comparison_dict(value: Any, **more: Any) -> dict[str, Any]:
+    """A comparison, or a judgement that compares, as JSON-ready data without the series it was made from."""
+    data = dataclasses.asdict(value)
+    for item in data["phases"]:
+        item["difference_s"] = item["after_s"] - item["before_s"]
+        item["outside_noise"] = abs(item["difference_s"]) > item["margin_s"]
+    for name in ("typical", "mean"):
+        if isinstance(data.get(name), dict):
+            data[name] = {"ratio": data[name].pop("value"), **data[name]}
+    for name in ("before", "after"):
+        if isinstance(data.get(name), dict):
+            for long in ("mean_s", "median_s", "settings", "environment"):
+                data[name].pop(long)
+    found: dict[str, Any] = json_ready({**more, **data})
+    return found
 
 
 def compare_folders(
     before: str | os.PathLike[str], after: str | os.PathLike[str], *, exact: bool = False
 ) -> Comparison:
-    """Compare two stored runs, and find the step at which they part.
+    """Compare two stored runs, and find the step at which they diverge.
 
     Args:
         before: Folder of a run.
         after: Folder of another.
-        exact: Read all steps of long runs, not a sample of them.
+        exact: Read all steps of long runs instead of a sample.
 
     Raises:
         BaselineError: One of them cannot be compared.
     """
     comparison = compare_runs(*read_runs([os.fspath(before), os.fspath(after)], exact=exact))
-    comparison.parting = first_parting(RunFolder(before), RunFolder(after), None if exact else COMPARED_BYTES)
+    comparison.parting = first_divergence(RunFolder(before), RunFolder(after), None if exact else COMPARED_BYTES)
     return comparison
 
 
-def compare_runs(before: RunFigures, after: RunFigures) -> Comparison:
-    """Put two runs side by side; nothing is refused here, differences are shown."""
+def compare_runs(before: RunMetrics, after: RunMetrics) -> Comparison:
+    """Compare two runs; nothing is refused here, differences are shown."""
     comparison = Comparison(before, after)
     comparison.settings = differences(before.settings, after.settings)
     comparison.hardware = hardware_differences(before, after)
@@ -135,7 +170,7 @@ def compare_runs(before: RunFigures, after: RunFigures) -> Comparison:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
-    """All keys whose values are not the same, in the order of the first."""
+    """Return all keys whose values differ, in the order of `before`."""
     names = dict.fromkeys([*before, *after])
     return [
         Difference(name, before.get(name), after.get(name))
@@ -144,25 +179,25 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Dif
     ]
 
 
-def hardware_differences(before: RunFigures, after: RunFigures) -> list[Difference]:
-    """What makes the machines two kinds; what is unknown of one of them is no difference."""
+def hardware_differences(before: RunMetrics, after: RunMetrics) -> list[Difference]:
+    """Return what distinguishes the machines; an unknown value is not a difference."""
     found = _known_differences(before.environment, after.environment, HARDWARE)
     if before.world_size != after.world_size:
         found.append(Difference("world_size", before.world_size, after.world_size))
     return found
 
 
-def work_differences(before: RunFigures, after: RunFigures) -> list[Difference]:
-    """What makes the steps of two runs different work."""
+def work_differences(before: RunMetrics, after: RunMetrics) -> list[Difference]:
+    """Return what makes the steps of two runs different work."""
     mine = {name: getattr(before.work, name) for name in WORK}
     theirs = {name: getattr(after.work, name) for name in WORK}
     return _known_differences(mine, theirs, WORK)
 
 
 def phase_changes(
-    before: Sequence[RunFigures], after: Sequence[RunFigures], *, per_sample: bool = False
+    before: Sequence[RunMetrics], after: Sequence[RunMetrics], *, per_sample: bool = False
 ) -> list[PhaseChange]:
-    """Each phase of the mean step before and after, in the order of a step; empty where one side has no phases."""
+    """Compare each phase of the mean step, in the order of a step; empty if one side has no phases."""
     if not all(run.phases for run in (*before, *after)):
         return []
     groups = [[level for run in group if (level := run.mean()) is not None] for group in (before, after)]
@@ -173,7 +208,7 @@ def phase_changes(
 
 
 def explain(changes: Sequence[PhaseChange]) -> Explanation | None:
-    """The phase that a difference is mostly due to; None where no phase stands out of the noise."""
+    """Return the phase that mostly explains a difference; None if no phase exceeds the noise."""
     total_s = math.fsum(change.difference_s for change in changes)
     if total_s == 0:
         return None
@@ -186,7 +221,7 @@ def explain(changes: Sequence[PhaseChange]) -> Explanation | None:
 
 
 def _phase_change(
-    name: str, before: Sequence[RunFigures], after: Sequence[RunFigures], spread: float, per_sample: bool
+    name: str, before: Sequence[RunMetrics], after: Sequence[RunMetrics], spread: float, per_sample: bool
 ) -> PhaseChange:
     means: list[float] = []
     variance = 0.0
@@ -206,32 +241,32 @@ def _phase_change(
     return PhaseChange(name, means[0], means[1], _TWO_SIDED * math.sqrt(variance) + disturbed_s)
 
 
-def _ratio(before: RunFigures, after: RunFigures, scale: float, kind: str) -> RatioInterval | None:
-    """`scale` turns a ratio of steps into one of samples."""
+def _ratio(before: RunMetrics, after: RunMetrics, scale: float, kind: str) -> Interval[float] | None:
+    """Interval of the ratio; `scale` converts it from steps to samples."""
     levels = [getattr(run, kind)() for run in (before, after)]
     if any(level is None for level in levels):
         return None
     found = widened(independent_ratio([levels[0]], [levels[1]]), [before], [after])
-    return RatioInterval(found.ratio * scale, found.low * scale, found.high * scale)
+    return Interval(found.value * scale, found.low * scale, found.high * scale)
 
 
-def widened(found: RatioInterval, before: Sequence[RunFigures], after: Sequence[RunFigures]) -> RatioInterval:
-    """The interval with what other programs on the machine may have done to one side and not to the other.
+def widened(found: Interval[float], before: Sequence[RunMetrics], after: Sequence[RunMetrics]) -> Interval[float]:
+    """Widen an interval by what other programs on the machine may have done to one side but not to the other.
 
-    Programs that take a share of the cores make a run longer by up to 1 / (1 - share). Where both sides were crowded,
-    half of the smaller effect is taken to be common to them.
+    Programs that use a fraction of the cores make a run longer by up to 1 / (1 - fraction). If both sides were crowded,
+    half of the smaller effect is assumed to be common to both.
     """
     mine, theirs = (max(-math.log(1 - crowded(run)) for run in group) for group in (before, after))
     slower, faster = max(theirs - mine / 2, 0.0), max(mine - theirs / 2, 0.0)
-    return RatioInterval(found.ratio, found.low * math.exp(-slower), found.high * math.exp(faster))
+    return Interval(found.value, found.low * math.exp(-slower), found.high * math.exp(faster))
 
 
-def crowded(run: RunFigures) -> float:
-    """Share of the cores that other programs took from a run, where that is worth mentioning."""
+def crowded(run: RunMetrics) -> float:
+    """Fraction of the cores that other programs took from a run; 0 if too small to matter."""
     return run.crowding if run.crowding is not None and run.crowding >= CROWDED else 0.0
 
 
-def _other_batches(before: RunFigures, after: RunFigures) -> bool:
+def _other_batches(before: RunMetrics, after: RunMetrics) -> bool:
     mine, theirs = before.work.samples_per_step, after.work.samples_per_step
     return bool(mine and theirs) and not _alike(mine, theirs, SAME_SAMPLES)
 

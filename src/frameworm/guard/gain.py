@@ -1,4 +1,4 @@
-"""How much faster one side of interleaved windows is, with an interval that few windows do not flatter."""
+"""Speedup from interleaved windows, with an interval that is not too narrow for few windows."""
 
 from __future__ import annotations
 
@@ -8,35 +8,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from frameworm.records.estimate import quantile
+from frameworm.records.estimate import Interval, quantile
 
 Side = Literal["before", "after"]
 
 LEAST_PAIRS = 4
 RESAMPLES = 1000
-# The share cut from either end: one disturbed window in five pairs moves nothing.
+# Fraction trimmed from each end, so that one disturbed window in five pairs has no effect.
 _TRIMMED = 0.2
 
 
 class Window(NamedTuple):
-    """One measured stretch of one side; windows are listed in the order in which they were measured."""
+    """One measured period of one side; windows are listed in the order of measurement."""
 
     side: Side
     seconds_per_sample: float
 
 
 @dataclass(frozen=True, slots=True)
-class Speedup:
-    """How many times as fast, with its 95% interval and the number of pairs of windows it comes from."""
+class Speedup(Interval[float]):
+    """Speedup factor, with its 95% interval and the number of pairs of windows behind it."""
 
-    value: float
     low: float
     high: float
     pairs: int
 
 
 def pair_windows(windows: Sequence[Window]) -> list[tuple[float, float]]:
-    """Neighbouring windows of different sides as (before, after), each used once.
+    """Pair neighbouring windows of different sides as (before, after), each used once.
 
     A B A B and A B B A both give two pairs; the latter also cancels a machine that slows down steadily.
     """
@@ -55,18 +54,18 @@ def pair_windows(windows: Sequence[Window]) -> list[tuple[float, float]]:
 
 
 def speedup_of(windows: Sequence[Window], *, resamples: int = RESAMPLES, seed: int = 0) -> Speedup | None:
-    """The speedup of `after` over `before`: a bootstrap over pairs of windows.
+    """Estimate the speedup of `after` over `before` with a bootstrap over pairs of windows.
 
     The trimmed mean of the logarithms of the ratios is resampled. With few pairs such an interval is too narrow, so it
-    is widened by what Student's t is wider than the normal distribution for as many degrees of freedom.
+    is widened by the ratio of Student's t to the normal distribution for that many degrees of freedom.
 
     Args:
-        windows: In the order in which they were measured.
-        resamples: Draws of the bootstrap.
-        seed: The same windows give the same interval.
+        windows: In the order of measurement.
+        resamples: Number of bootstrap resamples.
+        seed: Makes the interval reproducible.
 
     Returns:
-        None with fewer than `LEAST_PAIRS` pairs.
+        The speedup, or None with fewer than `LEAST_PAIRS` pairs.
     """
     ratios = [math.log(before / after) for before, after in pair_windows(windows)]
     count = len(ratios)

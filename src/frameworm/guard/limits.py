@@ -1,4 +1,4 @@
-"""What a guard lets pass."""
+"""The limits of a guard."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from frameworm.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much worse is still accepted; None leaves a measure unguarded."""
+    """The largest accepted degradations; None leaves a metric unguarded."""
 
     regression: float | None = 0.05  # of the time per step
     memory: float | None = 0.10
@@ -20,14 +20,14 @@ class Limits:
 
 
 def parse_limit(text: str | float | None, name: str) -> float | None:
-    """A limit as people write it: `5%`, `0.05`, or `off`.
+    """Parse a limit as people write it: `5%`, `0.05`, or `off`.
 
     Args:
         text: The value.
-        name: The option it was given to, for the error.
+        name: Name of the option, for the error.
 
     Raises:
-        ConfigError: It is none of these, or not a share from 0 to 10.
+        ConfigError: It is none of these, or not a fraction from 0 to 10.
     """
     if text is None or (isinstance(text, str) and text.strip().lower() in ("off", "none")):
         return None
@@ -46,7 +46,7 @@ def parse_limit(text: str | float | None, name: str) -> float | None:
 
 
 def _refuse_bare_percent(value: float, text: object, name: str) -> None:
-    """`5` is more often meant as 5% than as five times as slow."""
+    """Refuse numbers such as `5`, which more often mean 5% than five times as slow."""
     if value >= 1:
         raise ConfigError(
             f"{name} {text} would let {value * 100:.0f}% pass; write {text}% if that is meant, or a share"

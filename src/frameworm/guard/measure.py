@@ -1,4 +1,4 @@
-"""Time a callable as if its calls were the steps of a run."""
+"""Times a callable as if its calls were the steps of a run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from frameworm.guard.figures import FEWEST_STEPS, RunFigures
+from frameworm.guard.run_metrics import FEWEST_STEPS, RunMetrics
 
 WARMUP_CALLS = 5
 MEASURED_S = 3.0
 FEWEST_CALLS = 60
 MOST_CALLS = 10_000
-# Calls shorter than this are timed several at once: the clock and the waiting would be part of them.
+# Calls shorter than this are timed in groups; otherwise the clock and the synchronisation would count.
 SHORTEST_S = 0.0005
 
 
@@ -26,17 +26,17 @@ def measure_calls(
     fewest: int = FEWEST_CALLS,
     synchronize: Callable[[], Any] | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> RunFigures:
-    """Call a function many times and keep its times as the steps of a run.
+) -> RunMetrics:
+    """Call a function many times and record its times as the steps of a run.
 
     Args:
-        function: One step; its result is thrown away.
-        name: What the run is called.
+        function: One step; its result is discarded.
+        name: Name of the run.
         warmup: Calls that are not measured: caches, compilation, clocks.
-        measured_s: Go on for so long.
-        fewest: But for so many calls at least.
-        synchronize: Waits until a device has done what a call asked of it; part of the call's time.
-        clock: Seconds from any beginning.
+        measured_s: How long to measure.
+        fewest: Least number of measurements, even if that takes longer.
+        synchronize: Waits until a device has finished a call's work; included in the call's time.
+        clock: Returns seconds from any starting point.
     """
     assert fewest >= FEWEST_STEPS, "too few calls to judge"
     wait = synchronize or _nothing
@@ -55,10 +55,10 @@ def measure_calls(
             function()
         wait()
         times.append(max((clock() - began) / together, 1e-9))
-    run = RunFigures(name=name, steps=len(times) * together, left_out=warmup)
+    run = RunMetrics(name=name, steps=len(times) * together, left_out=warmup)
     run.set_times(times)
     return run
 
 
 def _nothing() -> None:
-    """There is no device to wait for."""
+    """Do nothing, because there is no device to wait for."""

@@ -1,13 +1,14 @@
-"""Whether a change of the numerics learns as well: both sides train from the same seeds, and the ends are compared.
+"""Quality check: whether a change of the numerics learns as well, by training both sides from the same seeds.
 
-The two sides are paired by their seeds. Reported is the mean difference at equal samples with its interval (Student's t
-over the pairs). A change passes only if the whole interval lies within a fixed margin: by default the validation loss
-may end higher by 0.3% of what it fell, and the accuracy lower by 0.2 points. The margin does not depend on how much
-seeds differ, so noisy trainings widen the interval and never excuse a loss of quality.
+The two sides are paired by seed. The result is the mean difference at equal samples with its interval (Student's t over
+the pairs). A change passes only if the whole interval is within a fixed margin: by default the validation loss may end
+higher by 0.3% of its decrease, and the accuracy lower by 0.2 points. The margin does not depend on how much seeds
+differ, so noisy trainings widen the interval and never excuse a loss of quality.
 
-A check may be judged several times while seeds come in. Each look gets an equal part of the error (Bonferroni), so that
-a change exactly as bad as the margin passes in at most 1 of 40 checks, however many looks there are. A change counts as
-worse only at a stricter level, 1 of 1,000 for all looks and both figures. Everything else stays open.
+A check may be judged several times while seeds come in. Each interim analysis gets an equal part of the error
+(Bonferroni), so that a change exactly as bad as the margin passes in at most 1 of 40 checks, however many analyses
+there are. A change counts as worse only at a stricter level, 1 of 1,000 for all analyses and both metrics. Everything
+else stays open.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from frameworm.errors import ConfigError
 from frameworm.records.estimate import student_quantile
 
 FEWEST_SEEDS = 3
-# Where each training is validated, as fractions of its steps.
+# When each training is validated, as fractions of its steps.
 CURVE = (0.5, 0.75, 1.0)
-# One-sided chances over a whole check: that what is as bad as the margin passes, that what is as good counts as worse.
+# One-sided error rates over a whole check: that something as bad as the margin passes, or that it counts as worse.
 _PASS_ERROR = 0.025
 _WORSE_ERROR = 0.001
-# The last, short step of an epoch may come sooner on one side.
+# The short last step of an epoch may come earlier on one side.
 _SAME_SAMPLES = 0.01
-# An extrapolation reaches no further.
+# Limit of the extrapolation.
 _MOST_TIMES = 2.0
-# More seeds are hopeless where even this fraction of the spread seen so far would leave the interval too wide.
+# More seeds are hopeless if the interval would be too wide even with this fraction of the spread seen so far.
 _HOPEFUL_SPREAD = 0.5
 
 
@@ -41,8 +42,8 @@ class Margin:
     """What a change may cost and still be accepted without asking.
 
     Attributes:
-        loss: Rise of the final validation loss, as a fraction of what the loss fell (start minus end).
-        accuracy: Fall of the accuracy, as a fraction of all answers.
+        loss: Increase of the final validation loss, as a fraction of the loss's decrease (start minus end).
+        accuracy: Decrease of the accuracy, as a fraction of all answers.
     """
 
     loss: float = 0.003
@@ -53,10 +54,10 @@ class Margin:
 
 
 def parse_margin(text: str) -> Margin:
-    """A margin from text such as `0.5%`, `0.3 points` or `0.5%,0.3 points`; what is not given keeps its default.
+    """Parse a margin such as `0.5%`, `0.3 points` or `0.5%,0.3 points`; a missing part keeps its default.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The text is not a margin.
     """
     found: dict[str, float] = {}
     for part in text.split(","):
@@ -73,14 +74,14 @@ def parse_margin(text: str) -> Margin:
 
 @dataclass(frozen=True, slots=True)
 class SeedEnd:
-    """One training of a quality check.
+    """The result of one training in a quality check.
 
     Attributes:
         start_loss: Training loss of its first step, before any update.
-        loss: Validation loss at its end.
-        accuracy: Validation accuracy at its end; None: there is none.
-        samples: Samples it took; None: not known.
-        curve: Validation loss on the way: (samples, loss), rising in samples, the end included.
+        loss: Final validation loss.
+        accuracy: Final validation accuracy; None if there is none.
+        samples: Samples it used; None if unknown.
+        curve: Validation loss during training: (samples, loss), in increasing samples, including the end.
     """
 
     start_loss: float
@@ -98,7 +99,7 @@ class Quality:
         baseline: Trainings before the change.
         candidate: Trainings after it.
         steps: Steps of each training.
-        looks: Numbers of seeds after which it is judged, as planned; empty: once, with all of them.
+        looks: Planned numbers of seeds after which it is judged; empty: once, with all of them.
     """
 
     baseline: Sequence[SeedEnd]
@@ -107,23 +108,23 @@ class Quality:
     looks: Sequence[int] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` reads them back."""
+        """Return plain values; `from_json` reads them back."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Quality:
-        """The check that `to_json` wrote."""
+        """Read the check that `to_json` returned."""
         baseline, candidate = ([seed_end(item) for item in values[side]] for side in ("baseline", "candidate"))
         return cls(baseline, candidate, values["steps"], tuple(values.get("looks", ())))
 
 
 def seed_end(values: Mapping[str, Any]) -> SeedEnd:
-    """One training from plain values."""
+    """Read one training from plain values."""
     return SeedEnd(**{**values, "curve": tuple((point[0], point[1]) for point in values.get("curve", ()))})
 
 
 class Difference(NamedTuple):
-    """How much worse the candidate is: the mean over pairs, its interval, and the most that is allowed."""
+    """How much worse the candidate is: the mean over pairs, its interval, and the margin."""
 
     worse: float
     low: float
@@ -132,16 +133,16 @@ class Difference(NamedTuple):
     passed: bool | None
 
 
-class Judgement(NamedTuple):
-    """What a quality check shows.
+class LossVerdict(NamedTuple):
+    """The result of a quality check.
 
     Attributes:
         passed: True: within the margin. False: worse. None: neither was shown.
         detail: In words.
-        open: More seeds may still decide.
-        loss: Difference in validation loss; None: nothing to compare.
-        accuracy: Fall of the accuracy as a fraction; None: there is none.
-        seeds_needed: About how many seeds would show it if there is no difference; None: not known, or it looks worse.
+        open: True if more seeds may still decide.
+        loss: Difference in validation loss; None if there is nothing to compare.
+        accuracy: Decrease of the accuracy as a fraction; None if there is none.
+        seeds_needed: Approximate number of seeds to show equality; None if unknown, or if the candidate looks worse.
     """
 
     passed: bool | None
@@ -152,22 +153,22 @@ class Judgement(NamedTuple):
     seeds_needed: int | None = None
 
 
-def judge_quality(quality: Quality, margin: Margin = Margin()) -> Judgement:
-    """Whether the candidate was shown to end within the margin in validation loss, and in accuracy where known."""
+def judge_quality(quality: Quality, margin: Margin = Margin()) -> LossVerdict:
+    """Decide whether the candidate ends within the margin in validation loss, and in accuracy if it is known."""
     pairs = [(one, other) for one, other in zip(quality.baseline, quality.candidate) if math.isfinite(one.loss)]
     length = f"{quality.steps} steps"
     if any(not math.isfinite(other.loss) for _, other in pairs):
-        return Judgement(False, f"a training of {length} ended with a loss that is not finite")
+        return LossVerdict(False, f"a training of {length} ended with a loss that is not finite")
     if len(pairs) < FEWEST_SEEDS:
-        return Judgement(None, f"a quality check needs {FEWEST_SEEDS} seeds", open=True)
+        return LossVerdict(None, f"a quality check needs {FEWEST_SEEDS} seeds", open=True)
     unlike = next((pair for pair in pairs if not _as_many(*pair)), None)
     if unlike is not None:
-        return Judgement(None, f"the two sides took {unlike[0].samples} and {unlike[1].samples} samples in {length}")
+        return LossVerdict(None, f"the two sides took {unlike[0].samples} and {unlike[1].samples} samples in {length}")
     starts, ends = [one.start_loss for one, _ in pairs], [one.loss for one, _ in pairs]
     fall, error = _mean_and_error([start - end for start, end in zip(starts, ends)])
     if not fall - student_quantile(_PASS_ERROR, len(pairs) - 1) * error > 0:
         went = f"its loss went from {_mean(starts):.4g} to {_mean(ends):.4g}"
-        return Judgement(None, f"the config itself learned nothing measurable in {length}: {went}")
+        return LossVerdict(None, f"the config itself learned nothing measurable in {length}: {went}")
     looks = len(quality.looks) or 1
     loss = _difference([other.loss - one.loss for one, other in pairs], margin.loss * fall, looks)
     told = f"validation loss {_mean(ends):.4g} → {_mean([other.loss for _, other in pairs]):.4g}: "
@@ -183,22 +184,22 @@ def judge_quality(quality: Quality, margin: Margin = Margin()) -> Judgement:
     told += f"; {len(pairs)} paired seeds of {length}"
     found = [loss] if accuracy is None else [loss, accuracy]
     if any(item.passed is False for item in found):
-        return Judgement(False, told, False, loss, accuracy)
+        return LossVerdict(False, told, False, loss, accuracy)
     if all(item.passed for item in found):
-        return Judgement(True, told, False, loss, accuracy)
+        return LossVerdict(True, told, False, loss, accuracy)
     needed: int | None = max(_seeds_needed(item, len(pairs), looks) for item in found)
     if needed is not None and (needed <= len(pairs) or any(item.low > item.margin for item in found)):
         needed = None  # it looks worse, and more seeds would hardly show otherwise
     most = max(quality.looks, default=len(pairs))
     hopeful = max(_seeds_needed(item, len(pairs), looks, _HOPEFUL_SPREAD) for item in found) <= most
-    return Judgement(None, told, hopeful and len(pairs) < most, loss, accuracy, needed)
+    return LossVerdict(None, told, hopeful and len(pairs) < most, loss, accuracy, needed)
 
 
 def samples_to_same_loss(quality: Quality) -> float | None:
-    """How many times the baseline's samples the candidate needs to reach the validation loss that the baseline ends at.
+    """Return how many times the baseline's samples the candidate needs to reach the baseline's final validation loss.
 
-    Read off the candidate's mean curve, which is prolonged along its last piece where it ends above that loss. None: it
-    is not known, or more than twice as many.
+    It is read from the candidate's mean curve, extrapolated along its last segment if it ends above that loss. None if
+    it is unknown, or more than twice as many.
     """
     ends = [end for end in quality.candidate if math.isfinite(end.loss) and end.samples]
     if not ends or len({len(end.curve) for end in ends}) != 1 or len(ends[0].curve) < 2:
@@ -222,7 +223,7 @@ def samples_to_same_loss(quality: Quality) -> float | None:
 
 
 def _difference(worse: Sequence[float], margin: float, looks: int) -> Difference:
-    """The mean of paired differences, its interval at the level of one look, and what that shows."""
+    """Mean of paired differences, its interval at the level of one analysis, and the conclusion."""
     mean, error = _mean_and_error(worse)
     reach = student_quantile(_PASS_ERROR / looks, len(worse) - 1) * error
     strict = student_quantile(_WORSE_ERROR / (2 * looks), len(worse) - 1) * error
@@ -231,7 +232,7 @@ def _difference(worse: Sequence[float], margin: float, looks: int) -> Difference
 
 
 def _seeds_needed(found: Difference, seeds: int, looks: int, spread: float = 1.0) -> int:
-    """About how many seeds would bring the interval within the margin if the sides were equal."""
+    """Approximate number of seeds that would bring the interval within the margin if the sides were equal."""
     if found.margin <= 0:
         return seeds if found.high <= 0 else 10**9
     per_seed = spread * (found.high - found.worse) / student_quantile(_PASS_ERROR / looks, seeds - 1) * math.sqrt(seeds)
@@ -258,7 +259,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and its standard error."""
+    """Mean and its standard error."""
     mean, count = _mean(values), len(values)
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
     return mean, math.sqrt(variance / count)

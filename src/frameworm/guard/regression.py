@@ -1,4 +1,4 @@
-"""Is a run as good as its baseline? Time, memory and quality, each with a limit of its own."""
+"""Compares a run with its baseline: time, memory and quality, each with its own limit."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from frameworm.guard.comparison import (
     widened,
     work_differences,
 )
-from frameworm.guard.figures import FEWEST_STEPS, RunFigures
 from frameworm.guard.limits import Limits
-from frameworm.guard.statistics import PRIOR_SPREAD, Level, RatioInterval, independent_ratio, run_spread
+from frameworm.guard.run_metrics import FEWEST_STEPS, RunMetrics
+from frameworm.guard.statistics import PRIOR_SPREAD, Level, independent_ratio, run_spread
 from frameworm.records.account import RARE
-from frameworm.records.estimate import quantile
+from frameworm.records.estimate import Interval, quantile
 from frameworm.records.observations import Target
 
 OK = "ok"
@@ -33,19 +33,19 @@ MISSED = "missed"  # no regression, but a target was missed
 NOT_JUDGED = "not judged"
 EXIT_CODES = {OK: 0, REGRESSION: 1, MISSED: 1, INCONCLUSIVE: 3}
 
-# An ok for the time of a step means that twice the limit is out of the question.
+# An ok for the step time means that a change of twice the limit is ruled out.
 SEEN = 2.0
-# Below these a relative change says nothing.
+# Relative changes of smaller values mean nothing.
 SMALLEST_BYTES = 16 * 2**20
 SMALLEST_LOSS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """One guarded measure.
+class MetricCheck:
+    """One guarded metric.
 
     `change` is relative, except for accuracy, where it is in points (0.01: from 90% to 91%), and for pauses, where it
-    is a share of the mean step; `low` and `high` are its 95% interval where there is one.
+    is a fraction of the mean step; `low` and `high` are its 95% interval if there is one.
     """
 
     # typical_step | mean_step | pauses | mfu | device_memory | host_memory | val_accuracy | val_loss | train_loss
@@ -61,50 +61,50 @@ class Check:
 
 
 @dataclass(slots=True)
-class Judgement:
-    """What the guard says; `exit_code` is 0, 1 or 3."""
+class GuardVerdict:
+    """The guard's result; `exit_code` is 0, 1 or 3."""
 
     verdict: str = OK
     reasons: list[str] = field(default_factory=list)  # why nothing could be judged at all
-    checks: list[Check] = field(default_factory=list)
+    checks: list[MetricCheck] = field(default_factory=list)
     phases: list[PhaseChange] = field(default_factory=list)
     explanation: Explanation | None = None
     settings: list[Difference] = field(default_factory=list)
     environment: list[Difference] = field(default_factory=list)
     run_spread: float | None = None
     spread_learned: bool = False
-    targets: dict[str, list[Target]] = field(default_factory=dict)  # of each run, where they are guarded
+    targets: dict[str, list[Target]] = field(default_factory=dict)  # per run, if targets are guarded
     notes: list[str] = field(default_factory=list)
 
     @property
     def exit_code(self) -> int:
-        """Of the command line."""
+        """Exit code of the command line."""
         return EXIT_CODES[self.verdict]
 
 
 def judge(
-    before: Sequence[RunFigures],
-    after: Sequence[RunFigures],
+    before: Sequence[RunMetrics],
+    after: Sequence[RunMetrics],
     limits: Limits | None = None,
     *,
     allow_different_hardware: bool = False,
-) -> Judgement:
+) -> GuardVerdict:
     """Compare runs with a baseline.
 
     Args:
-        before: The runs of the baseline; from two on, the spread between runs is learned from them.
+        before: The runs of the baseline; with two or more, the spread between runs is estimated from them.
         after: The runs to judge.
-        limits: What is still accepted.
-        allow_different_hardware: Go on when the machines are of two kinds.
+        limits: The accepted degradations.
+        allow_different_hardware: Continue even if the machines differ.
 
     Raises:
-        BaselineError: The baseline is of other work, or of a run that did not end well.
+        BaselineError: The baseline measures other work, or contains a run that did not complete.
     """
     assert before, "there is nothing to compare with"
     assert after, "there is nothing to compare"
     limits = limits or Limits()
     _check_baseline(before, after)
-    judgement = Judgement()
+    judgement = GuardVerdict()
     judgement.settings = differences(before[-1].settings, after[-1].settings)
     judgement.reasons = _hindrances(before, after, allow_different_hardware)
     if judgement.reasons:
@@ -134,14 +134,14 @@ def judge(
 
 
 def judge_targets(
-    judgement: Judgement, targets: Mapping[str, Sequence[Target]], required: Collection[str] = ()
+    judgement: GuardVerdict, targets: Mapping[str, Sequence[Target]], required: Collection[str] = ()
 ) -> None:
-    """Let a judgement fail on targets that were missed, too; what was not measured is neither met nor missed.
+    """Let a judgement also fail on missed targets; a target that was not measured is neither met nor missed.
 
     Args:
-        judgement: Of the same runs against their baseline, or a new one where there is none.
-        targets: Of each run, graded.
-        required: Names of targets without which there is no ok.
+        judgement: Of the same runs against their baseline, or a new one without a baseline.
+        targets: The graded targets of each run.
+        required: Names of targets that must be measured for an ok.
     """
     judgement.targets = {name: list(items) for name, items in targets.items()}
     grades = {item.grade for items in targets.values() for item in items}
@@ -155,18 +155,18 @@ def judge_targets(
         judgement.reasons = judgement.reasons or ["no target was measured in these runs"]
 
 
-def check_fit(runs: Sequence[RunFigures]) -> None:
-    """Refuse runs that cannot make one baseline.
+def check_fit(runs: Sequence[RunMetrics]) -> None:
+    """Refuse runs that cannot form one baseline.
 
     Raises:
-        BaselineError: They are not completed, too short, of different work or of different hardware.
+        BaselineError: They are not completed, too short, or differ in work or hardware.
     """
     _check_baseline(runs, ())
     for reason in _hindrances(runs, (), allow_different_hardware=False):
         raise BaselineError(f"no baseline is made: {reason}")
 
 
-def _check_baseline(before: Sequence[RunFigures], after: Sequence[RunFigures]) -> None:
+def _check_baseline(before: Sequence[RunMetrics], after: Sequence[RunMetrics]) -> None:
     for run in before:
         if run.status != "completed":
             raise BaselineError(f"the baseline run {run.name} is {run.status}; a baseline is made of completed runs")
@@ -178,7 +178,7 @@ def _check_baseline(before: Sequence[RunFigures], after: Sequence[RunFigures]) -
             )
 
 
-def _hindrances(before: Sequence[RunFigures], after: Sequence[RunFigures], allow_different_hardware: bool) -> list[str]:
+def _hindrances(before: Sequence[RunMetrics], after: Sequence[RunMetrics], allow_different_hardware: bool) -> list[str]:
     reasons = [
         f"{run.name} is {run.status}; only completed runs are judged" for run in after if run.status != "completed"
     ]
@@ -199,7 +199,9 @@ def _hashable(items: list[Difference]) -> list[tuple[str, str, str]]:
     return [(item.name, str(item.before), str(item.after)) for item in items]
 
 
-def _judge_time(judgement: Judgement, before: Sequence[RunFigures], after: Sequence[RunFigures], limit: float) -> None:
+def _judge_time(
+    judgement: GuardVerdict, before: Sequence[RunMetrics], after: Sequence[RunMetrics], limit: float
+) -> None:
     old, new = _levels(before, "typical"), _levels(after, "typical")
     judgement.run_spread, freedom = run_spread(old, new)
     judgement.spread_learned = freedom > 0
@@ -224,8 +226,8 @@ def _judge_time(judgement: Judgement, before: Sequence[RunFigures], after: Seque
     judgement.explanation = explain(judgement.phases)
 
 
-def _judge_pauses(judgement: Judgement, before: Sequence[RunFigures], limit: float) -> None:
-    """Checkpoints and validation, spread over all steps, in runs of one length: their number goes with it."""
+def _judge_pauses(judgement: GuardVerdict, before: Sequence[RunMetrics], limit: float) -> None:
+    """Judge checkpoints and validation per step; only for runs of equal length, which should have equally many."""
     pauses = [change for change in judgement.phases if change.name in RARE]
     whole_s = math.fsum(run.mean_step_s or 0.0 for run in before) / len(before)
     if not pauses or whole_s <= 0:
@@ -238,23 +240,23 @@ def _judge_pauses(judgement: Judgement, before: Sequence[RunFigures], limit: flo
         verdict = REGRESSION if change > margin else INCONCLUSIVE
         reason = None if verdict == REGRESSION else "beyond the limit, but it may be noise"
     low, high = change - margin, change + margin
-    judgement.checks.append(Check("pauses", verdict, before_s, after_s, change, limit, low, high, reason))
+    judgement.checks.append(MetricCheck("pauses", verdict, before_s, after_s, change, limit, low, high, reason))
 
 
-def _levels(runs: Sequence[RunFigures], kind: str) -> list[Level]:
+def _levels(runs: Sequence[RunMetrics], kind: str) -> list[Level]:
     return [level for run in runs if (level := getattr(run, kind)()) is not None]
 
 
 def _time_check(
-    name: str, found: RatioInterval, old: list[Level], new: list[Level], limit: float, *, needs_sight: bool
-) -> Check:
-    """A regression is a change beyond the limit that is not noise.
+    name: str, found: Interval[float], old: list[Level], new: list[Level], limit: float, *, needs_sight: bool
+) -> MetricCheck:
+    """Judge a step time: a change beyond the limit that is not noise is a regression.
 
-    Stalls are rare, so a mean is known less well than the typical step; `needs_sight` asks that twice the limit be out
-    of the question, too, before it is ok.
+    Stalls are rare, so a mean is less certain than the typical step; with `needs_sight`, an ok also requires that a
+    change of twice the limit is ruled out.
     """
     reason = None
-    if found.change > limit:
+    if found.value - 1 > limit:
         verdict = REGRESSION if found.low > 1 else INCONCLUSIVE
         reason = "beyond the limit, but it may be noise" if verdict == INCONCLUSIVE else None
     elif needs_sight and found.high - 1 > SEEN * limit:
@@ -263,15 +265,17 @@ def _time_check(
     else:
         verdict = OK
     before_s, after_s = (math.exp(math.fsum(level.value for level in group) / len(group)) for group in (old, new))
-    return Check(name, verdict, before_s, after_s, found.change, limit, found.low - 1, found.high - 1, reason)
+    return MetricCheck(name, verdict, before_s, after_s, found.value - 1, limit, found.low - 1, found.high - 1, reason)
 
 
-def _judge_mfu(judgement: Judgement, before: Sequence[RunFigures], after: Sequence[RunFigures], limit: float) -> None:
-    """A lower share of the device's peak is worse, where it is known on both sides."""
+def _judge_mfu(
+    judgement: GuardVerdict, before: Sequence[RunMetrics], after: Sequence[RunMetrics], limit: float
+) -> None:
+    """Judge MFU, if it is known on both sides; lower is worse."""
     old, new = ([run.mfu for run in group if run.mfu] for group in (before, after))
     if not old or not new:
         reason = f"{'this run' if old else 'the baseline'} has no MFU: it is on a device whose peak is not known"
-        judgement.checks.append(Check("mfu", NOT_JUDGED, None, None, None, limit, reason=reason))
+        judgement.checks.append(MetricCheck("mfu", NOT_JUDGED, None, None, None, limit, reason=reason))
         return
     usual, now = math.fsum(old) / len(old), math.fsum(new) / len(new)
     change, margin = now / usual - 1, _margin(old, len(new)) / usual
@@ -279,26 +283,26 @@ def _judge_mfu(judgement: Judgement, before: Sequence[RunFigures], after: Sequen
     if -change > limit:
         verdict = REGRESSION if -change > margin else INCONCLUSIVE
         doubt = None if verdict == REGRESSION else "beyond the limit, but runs of the baseline differ as much"
-    judgement.checks.append(Check("mfu", verdict, usual, now, change, limit, reason=doubt))
+    judgement.checks.append(MetricCheck("mfu", verdict, usual, now, change, limit, reason=doubt))
 
 
 def _judge_memory(
-    judgement: Judgement, name: str, before: Sequence[RunFigures], after: Sequence[RunFigures], limit: float
+    judgement: GuardVerdict, name: str, before: Sequence[RunMetrics], after: Sequence[RunMetrics], limit: float
 ) -> None:
     old = [run.memory[name] for run in before if name in run.memory]
     new = [run.memory[name] for run in after if name in run.memory]
     if not old or not new:
         return
-    # The largest of the judged, against what the baseline is used to.
+    # The largest of the judged runs against the mean of the baseline.
     usual, most = math.fsum(old) / len(old), max(new)
     change = most / usual - 1 if usual > 0 else 0.0
     worse = change > limit and most - usual > SMALLEST_BYTES
     label = name.removesuffix("_bytes") + "_memory"
-    judgement.checks.append(Check(label, REGRESSION if worse else OK, usual, float(most), change, limit))
+    judgement.checks.append(MetricCheck(label, REGRESSION if worse else OK, usual, float(most), change, limit))
 
 
 def _judge_quality(
-    judgement: Judgement, name: str, before: Sequence[RunFigures], after: Sequence[RunFigures], limit: float
+    judgement: GuardVerdict, name: str, before: Sequence[RunMetrics], after: Sequence[RunMetrics], limit: float
 ) -> None:
     old = [run.quality[name] for run in before if name in run.quality]
     new = [run.quality[name] for run in after if name in run.quality]
@@ -306,14 +310,18 @@ def _judge_quality(
         return
     usual = math.fsum(old) / len(old)
     if not new:
-        judgement.checks.append(Check(name, NOT_JUDGED, usual, None, None, limit, reason="this run has none"))
+        judgement.checks.append(MetricCheck(name, NOT_JUDGED, usual, None, None, limit, reason="this run has none"))
         return
     now = math.fsum(new) / len(new)
     if not math.isfinite(usual):
-        judgement.checks.append(Check(name, NOT_JUDGED, usual, now, None, limit, reason="the baseline has no number"))
+        judgement.checks.append(
+            MetricCheck(name, NOT_JUDGED, usual, now, None, limit, reason="the baseline has no number")
+        )
         return
     if not math.isfinite(now):
-        judgement.checks.append(Check(name, REGRESSION, usual, now, None, limit, reason="it is no number any more"))
+        judgement.checks.append(
+            MetricCheck(name, REGRESSION, usual, now, None, limit, reason="it is not finite any more")
+        )
         return
     absolute = name == "val_accuracy"
     scale = 1.0 if absolute else max(abs(usual), SMALLEST_LOSS)
@@ -321,7 +329,7 @@ def _judge_quality(
     steps = {run.steps for run in (*before, *after)}
     if len(steps) > 1:
         reason = f"trained for {after[-1].steps:,} steps, not {before[-1].steps:,}"
-        judgement.checks.append(Check(name, NOT_JUDGED, usual, now, change, limit, reason=reason))
+        judgement.checks.append(MetricCheck(name, NOT_JUDGED, usual, now, change, limit, reason=reason))
         return
     worse = -change if absolute else change
     margin = _margin(old, len(new)) / scale
@@ -330,11 +338,11 @@ def _judge_quality(
         verdict = REGRESSION if worse > margin else INCONCLUSIVE
         doubt = None if verdict == REGRESSION else "beyond the limit, but runs of the baseline differ as much"
     low, high = (change - margin, change + margin) if margin > 0 else (None, None)
-    judgement.checks.append(Check(name, verdict, usual, now, change, limit, low, high, doubt))
+    judgement.checks.append(MetricCheck(name, verdict, usual, now, change, limit, low, high, doubt))
 
 
 def _margin(values: Sequence[float], count: int) -> float:
-    """How far the mean of `count` new runs may lie from that of these by chance; one run cannot tell."""
+    """How far the mean of `count` new runs may deviate from that of these by chance; 0 if there is only one run."""
     if len(values) < 2:
         return 0.0
     mean = math.fsum(values) / len(values)

@@ -1,7 +1,6 @@
-"""Before and after, from noisy times: the ratio of two sets of runs (`gain` has that of windows measured in turns).
+"""Before and after, from noisy times: the ratio between two sets of runs (for interleaved windows, see `gain`).
 
-Everything is reckoned in logarithms: a ratio is then a difference, and being twice as slow weighs as much as being
-twice as fast.
+Everything is computed in logarithms: a ratio is then a difference, and twice as slow weighs as much as twice as fast.
 """
 
 from __future__ import annotations
@@ -11,44 +10,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from frameworm.records.estimate import quantile
+from frameworm.records.estimate import Interval, quantile
 from frameworm.records.statistics import percentile
 
 MOST_BATCHES = 20
 FEWEST_BATCHES = 8
 VALUES_PER_BATCH = 5
-# What is left of autocorrelation between batches; more than this cannot be told from a drift by 20 of them.
+# Limit of the remaining autocorrelation between batches; with 20 of them, more cannot be distinguished from a drift.
 MOST_CORRELATION = 0.8
 
-# Two runs of one program differ by about this much however long they are: placement, clocks, neighbours. It stands in
-# for what a single run cannot show, and counts as one observation beside the runs there are.
+# Two runs of one program differ by about this much, however long they are: placement, clocks, neighbours. It replaces
+# what a single run cannot show, and counts as one observation in addition to the actual runs.
 PRIOR_SPREAD = 0.015
 PRIOR_WEIGHT = 1
 PRIOR_FREEDOM = 20
 
 
 @dataclass(frozen=True, slots=True)
-class RatioInterval:
-    """After divided by before, with its 95% interval; above 1 means more, of times: slower."""
-
-    ratio: float
-    low: float
-    high: float
-
-    @property
-    def change(self) -> float:
-        """The relative change: 0.1 for 10% more."""
-        return self.ratio - 1.0
-
-    @property
-    def outside_noise(self) -> bool:
-        """Whether the interval leaves out "no change"."""
-        return self.low > 1.0 or self.high < 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class Level:
-    """The logarithm of one run's time per step, and how well the run itself knows it."""
+    """The logarithm of one run's time per step, with the variance estimated from within the run."""
 
     value: float
     variance: float
@@ -56,7 +36,7 @@ class Level:
 
 
 def typical_level(medians: Sequence[float]) -> Level | None:
-    """Level of the typical step, from the medians of consecutive blocks of steps; outliers do not move it."""
+    """Level of the typical step, from the medians of consecutive blocks of steps; robust to outliers."""
     centre = percentile(sorted(medians), 0.5) if medians else 0.0
     if centre <= 0:
         return None
@@ -65,7 +45,7 @@ def typical_level(medians: Sequence[float]) -> Level | None:
 
 
 def mean_level(means: Sequence[float]) -> Level | None:
-    """Level of the mean step, from the means of consecutive blocks of as many steps each; every stall counts."""
+    """Level of the mean step, from the means of equally long consecutive blocks of steps; includes every stall."""
     centre = math.fsum(means) / len(means) if means else 0.0
     if centre <= 0:
         return None
@@ -73,14 +53,14 @@ def mean_level(means: Sequence[float]) -> Level | None:
 
 
 def divide(values: Sequence[float]) -> list[Sequence[float]]:
-    """Consecutive batches: 8 to 20 of them, of 5 values or more where there are enough."""
+    """Divide into 8 to 20 consecutive batches, of at least 5 values each if there are enough."""
     count = min(len(values), max(FEWEST_BATCHES, min(MOST_BATCHES, len(values) // VALUES_PER_BATCH)))
     bounds = [index * len(values) // count for index in range(count + 1)] if count else [0]
     return [values[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
 def _level(centre: float, batches: Sequence[float]) -> Level | None:
-    """Batches are long enough to forget most of each other; what is left of their correlation widens the error."""
+    """Level from nearly independent batches; their remaining correlation widens the error."""
     count = len(batches)
     if count < 3:
         return None
@@ -89,7 +69,7 @@ def _level(centre: float, batches: Sequence[float]) -> Level | None:
     squares = math.fsum(rest * rest for rest in rests)
     products = math.fsum(left * right for left, right in itertools.pairwise(rests))
     correlation = products / squares if squares > 0 else 0.0
-    # A sample's own mean makes it look less correlated than it is, by about one part in its length.
+    # Subtracting the sample mean lowers the measured correlation by about 1 / count.
     correlation = min(max(correlation + 1 / count, 0.0), MOST_CORRELATION)
     inflation = (1 + correlation) / (1 - correlation)
     variance = squares / (count - 1) / count * inflation / (centre * centre)
@@ -97,14 +77,13 @@ def _level(centre: float, batches: Sequence[float]) -> Level | None:
 
 
 def run_spread(*groups: Sequence[Level]) -> tuple[float, int]:
-    """How much runs of one program differ beyond what each run can see itself.
+    """Estimate how much runs of one program differ beyond the noise within each run.
 
     Args:
         groups: Levels of runs that should be alike, such as those of the baseline.
 
     Returns:
-        The standard deviation as a share, and how many degrees of freedom the runs themselves gave to it: with none it
-        is `PRIOR_SPREAD`.
+        The standard deviation as a fraction, and its degrees of freedom from the runs; with none it is `PRIOR_SPREAD`.
     """
     freedom = 0
     squares = 0.0
@@ -120,10 +99,10 @@ def run_spread(*groups: Sequence[Level]) -> tuple[float, int]:
     return math.sqrt(variance), freedom
 
 
-def independent_ratio(before: Sequence[Level], after: Sequence[Level]) -> RatioInterval:
-    """After divided by before, for runs that were made apart from each other.
+def independent_ratio(before: Sequence[Level], after: Sequence[Level]) -> Interval[float]:
+    """Divide after by before, for runs that were made independently.
 
-    The interval holds the noise within the runs and the spread between them.
+    The interval includes the noise within the runs and the spread between them.
     """
     assert before, "there is nothing to compare with"
     assert after, "there is nothing to compare"
@@ -132,12 +111,12 @@ def independent_ratio(before: Sequence[Level], after: Sequence[Level]) -> RatioI
     for group in (before, after):
         parts += [(level.variance / len(group) ** 2, level.freedom) for level in group]
     variance = math.fsum(part for part, _ in parts)
-    # Satterthwaite: the freedom of a sum of variances.
+    # Satterthwaite: degrees of freedom of a sum of variances.
     weight = math.fsum(part * part / freedom for part, freedom in parts)
     freedom = int(variance * variance / weight) if weight > 0 else PRIOR_FREEDOM
     centre = _mean([level.value for level in after]) - _mean([level.value for level in before])
     margin = quantile(freedom) * math.sqrt(variance)
-    return RatioInterval(math.exp(centre), math.exp(centre - margin), math.exp(centre + margin))
+    return Interval(math.exp(centre), math.exp(centre - margin), math.exp(centre + margin))
 
 
 def _mean(values: Sequence[float]) -> float:

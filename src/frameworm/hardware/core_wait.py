@@ -1,4 +1,4 @@
-"""How long a process was ready to compute and had no core, because others had them."""
+"""How long a process was ready to run but had no core, because others had them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _NANOSECONDS = 1e9
 
 class _Moment(NamedTuple):
     clock_s: float
-    waited_s: dict[str, float]  # by thread
-    stolen: float | None  # in ticks of all usable cores, as are those that follow
+    waited_s: dict[str, float]  # per thread
+    stolen: float | None  # in ticks of all usable cores, like `busy`
     busy: float
 
 
 class Waits(NamedTuple):
-    """What one interval cost.
+    """CPU time lost in one interval.
 
     Attributes:
-        waiting: Share of the time in which the thread that waited longest was ready and another thread of the machine
-            had its core; a quota that was used up counts too.
-        stolen: Share of the cores' working time that the hypervisor gave to other machines.
+        waiting: Fraction of the time in which the longest-waiting thread was ready but had no core, because another
+            thread had it or because the quota was used up.
+        stolen: Fraction of the cores' busy time that the hypervisor gave to other machines.
     """
 
     waiting: float | None = None
@@ -31,20 +31,20 @@ class Waits(NamedTuple):
 
     @property
     def lost(self) -> float:
-        """Share of the time in which the process could have computed and did not get to; 0 where nobody knows."""
+        """Fraction of the time in which the process was ready but could not run; unknown parts count as 0."""
         return 1 - (1 - (self.waiting or 0.0)) * (1 - (self.stolen or 0.0))
 
 
 class CoreWait:
-    """Reads the kernel's own account of it, which is there on Linux; elsewhere nothing is known.
+    """Reads the kernel's accounting of waiting time, which exists on Linux only; elsewhere the result is unknown.
 
-    Threads of one operation wait for each other at its end. So if one of them has no core, all of them are held up, and
-    the thread that waits longest says how much. What another machine on the same hardware takes is not in a thread's
-    account, but in that of the cores.
+    Threads of one operation wait for each other at its end. So if one of them has no core, all are delayed, and the
+    thread that waits longest determines the delay. Time stolen by other machines on the same hardware is not in a
+    thread's account, but in that of the cores.
 
     Args:
-        process: Its number; None: this one.
-        root: Where /proc is found.
+        process: Process id; None: this process.
+        root: Where /proc is mounted.
     """
 
     def __init__(self, process: int | None = None, root: Path = _ROOT) -> None:
@@ -53,10 +53,10 @@ class CoreWait:
         self._before: _Moment | None = None
 
     def read(self, clock_s: float) -> Waits:
-        """What the time since the last call cost; nothing is known at the first.
+        """Return what was lost since the last call; unknown at the first call.
 
         Args:
-            clock_s: Now, by a clock that never jumps.
+            clock_s: The current time of a monotonic clock.
         """
         stolen, busy = self._cores()
         before, now = self._before, _Moment(clock_s, self._threads(), stolen, busy)
@@ -82,12 +82,12 @@ class CoreWait:
             try:
                 words = (thread / "schedstat").read_text().split()
                 found[thread.name] = int(words[1]) / _NANOSECONDS
-            except (OSError, ValueError, IndexError):  # it has ended, or the kernel keeps no such account
+            except (OSError, ValueError, IndexError):  # it has ended, or the kernel has no such accounting
                 continue
         return found
 
     def _cores(self) -> tuple[float | None, float]:
-        """Ticks stolen from the cores this process may use, and ticks in which they worked."""
+        """Ticks stolen from the cores this process may use, and ticks in which they were busy."""
         try:
             lines = self._stat.read_text().splitlines()
             usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None

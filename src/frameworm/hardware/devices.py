@@ -1,4 +1,4 @@
-"""Which device a process trains on, and how fast that device can be at best."""
+"""Which device a process trains on, and the peak speed of that device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from frameworm.errors import DeviceError
 
 _TERA = 1e12
 
-# Dense peak in TFLOP/s per precision, without sparsity; consumer cards with fp32 accumulation, as in training. The
-# pattern must match the whole name that CUDA reports (less the maker's name), so that a variant with another clock,
+# Dense peak in TFLOP/s per precision, without sparsity; for consumer cards with fp32 accumulation, as in training. The
+# pattern must match the whole name that CUDA reports (without the vendor's name), so that a variant with another clock,
 # power limit or slice of the chip is unknown rather than wrong.
 #   V100: NVIDIA V100 datasheet (2020). T4: NVIDIA T4 datasheet. A10, A100, L4, L40S, H200: NVIDIA datasheets of these
 #   products. H100: NVIDIA H100 datasheet and Hopper architecture whitepaper. B200: NVIDIA HGX B200 figures / 8.
@@ -39,14 +39,14 @@ _MAKER = re.compile(r"^((NVIDIA|TESLA|GEFORCE)\s+)+")
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Dense peak of a GPU in FLOP/s.
+    """Return the dense peak of a GPU in FLOP/s.
 
     Args:
-        device_name: The name as torch.cuda.get_device_name gives it.
+        device_name: The name that torch.cuda.get_device_name returns.
         precision: fp32, tf32, bf16 or fp16.
 
     Returns:
-        The peak, or None for a GPU or precision that the table does not know. Never a guess.
+        The peak, or None if the GPU or precision is not in the table. Never a guess.
     """
     name = _MAKER.sub("", device_name.strip().upper())
     for pattern, peaks in _PEAK_TFLOPS:
@@ -59,18 +59,18 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 def choose_device(
     kind: Literal["auto", "cpu", "cuda"] = "auto", local_rank: int = 0, device_ids: list[int] | None = None
 ) -> torch.device:
-    """The device of this process.
+    """Return the device of this process.
 
     Args:
-        kind: auto takes a GPU when there is one.
-        local_rank: Number of this process on its node; it picks the GPU.
-        device_ids: GPUs to pick from instead of all.
+        kind: auto uses a GPU if there is one.
+        local_rank: Number of this process on its node; it selects the GPU.
+        device_ids: GPUs to choose from; default: all.
 
     Returns:
-        A device that is there.
+        A device that exists.
 
     Raises:
-        DeviceError: A GPU is asked for that is not there.
+        DeviceError: The requested GPU does not exist.
     """
     if kind not in ("auto", "cpu", "cuda"):
         raise DeviceError(f"device {kind!r} is not one of auto, cpu, cuda")
@@ -101,7 +101,7 @@ def choose_device(
 
 
 def supports_bf16(device: torch.device) -> bool:
-    """Whether the device computes in bf16 itself; torch emulates it on older GPUs, which is slower than fp32."""
+    """True if the device supports bf16 natively; torch emulates it on older GPUs, which is slower than fp32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return device.type == "cpu"

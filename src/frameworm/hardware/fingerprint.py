@@ -1,33 +1,33 @@
-"""What a run was measured on: an allow-list of facts, with no names of hosts or users and no variables."""
+"""What a run was measured on: an allow-list of facts, without host or user names and without variables."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
+from frameworm import __version__
 from frameworm.hardware.host import cpu_model, memory_total_bytes, usable_cpus
 
 
 def environment_fingerprint(device: torch.device) -> dict[str, Any]:
-    """Describe versions and hardware, so that two runs can be told to be comparable.
+    """Describe versions and hardware, so that it can be decided whether two runs are comparable.
 
     Args:
         device: The device trained on.
 
     Returns:
-        JSON-able facts; what cannot be known is None.
+        JSON-ready facts; None for what cannot be known.
     """
     on_gpu = device.type == "cuda"
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if on_gpu else []
     return {
-        "frameworm": _version("frameworm"),
+        "frameworm": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": numpy.__version__,
@@ -50,10 +50,10 @@ def environment_fingerprint(device: torch.device) -> dict[str, Any]:
 
 
 def driver_version(root: Path = Path("/")) -> str | None:
-    """Version of NVIDIA's kernel driver.
+    """Return the version of NVIDIA's kernel driver.
 
     Args:
-        root: Where /proc is found.
+        root: Where /proc is mounted.
     """
     try:
         text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
@@ -63,15 +63,8 @@ def driver_version(root: Path = Path("/")) -> str | None:
     return found.group(1) if found else None
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def nccl_version() -> str | None:
-    """Version of the NCCL in torch; None in builds without it."""
+    """Return the version of torch's NCCL; None in builds without it."""
     try:
         return ".".join(str(part) for part in torch.cuda.nccl.version())
     except (AttributeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What this machine, or the share of it that was given to this process, can do."""
+"""What this machine, or the part of it that this process may use, has and can do."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import psutil
 
 _ROOT = Path("/")
 
-# cgroup v1 says "no limit" by a number near 2**63.
+# cgroup v1 expresses "no limit" as a number near 2**63.
 _NO_LIMIT = 2**60
 
 
 def usable_cpus() -> int:
-    """Cores this process may use: those it is bound to, cut down to its cgroup's quota."""
+    """Number of cores this process may use: those it is bound to, limited by its cgroup's quota."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return bound if quota is None else max(1, min(bound, int(quota)))
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
-    """Cores' worth of time that cgroups grant, None without a limit.
+    """Return the CPU quota of the cgroups, in cores; None without a limit.
 
     Args:
-        root: Where /proc and /sys are found.
+        root: Where /proc and /sys are mounted.
     """
     quotas: list[float] = []
     for folder in _cgroup_folders(root, "cpu"):
@@ -43,10 +43,10 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 
 
 def quota_throttled_share(root: Path = _ROOT) -> float | None:
-    """Share of the periods in which a cgroup of this process was stopped for being beyond its quota; None: no quota.
+    """Fraction of the periods in which a cgroup of this process was throttled by its quota; None without a quota.
 
     Args:
-        root: Where /proc and /sys are found.
+        root: Where /proc and /sys are mounted.
     """
     shares = []
     for folder in _cgroup_folders(root, "cpu"):
@@ -58,17 +58,17 @@ def quota_throttled_share(root: Path = _ROOT) -> float | None:
 
 
 def memory_total_bytes() -> int:
-    """Memory this process may use: the machine's, cut down to its cgroup's limit."""
+    """Memory this process may use: the machine's, limited by its cgroup."""
     limit = memory_limit_bytes()
     total = int(psutil.virtual_memory().total)
     return total if limit is None else min(total, limit)
 
 
 def memory_limit_bytes(root: Path = _ROOT) -> int | None:
-    """Memory that cgroups grant, None without a limit.
+    """Return the memory limit of the cgroups; None without a limit.
 
     Args:
-        root: Where /proc and /sys are found.
+        root: Where /proc and /sys are mounted.
     """
     limits = []
     for folder in _cgroup_folders(root, "memory"):
@@ -79,14 +79,15 @@ def memory_limit_bytes(root: Path = _ROOT) -> int | None:
 
 
 def memory_used_bytes(processes: int = 1, root: Path = _ROOT) -> int:
-    """What counts against `memory_total_bytes`.
+    """Return the memory in use that counts against `memory_total_bytes`.
 
-    With a limit: what the cgroup that has it holds, all its processes together, but for files it could drop. Without:
-    this process and those it started (loader workers), as often as there are processes like it on the machine.
+    With a limit: what all processes of the limiting cgroup hold, without file cache it could drop. Without a limit:
+        this
+    process and its children (loader workers), times the number of such processes on the machine.
 
     Args:
         processes: Ranks on this machine.
-        root: Where /proc and /sys are found.
+        root: Where /proc and /sys are mounted.
     """
     tightest: tuple[int, Path] | None = None
     for folder in _cgroup_folders(root, "memory"):
@@ -104,7 +105,7 @@ def memory_used_bytes(processes: int = 1, root: Path = _ROOT) -> int:
 
 
 def process_tree_bytes() -> int:
-    """Resident memory of this process, and what its children do not share with it."""
+    """Resident memory of this process, plus what its children do not share with it."""
     own = psutil.Process()
     total = int(own.memory_info().rss)
     for child in own.children(recursive=True):
@@ -115,10 +116,10 @@ def process_tree_bytes() -> int:
 
 
 def oom_kills(root: Path = _ROOT) -> int:
-    """How often the kernel has killed for memory in this process's cgroups; only its growth means something.
+    """How often the kernel has killed for lack of memory in this process's cgroups; only its increase is meaningful.
 
     Args:
-        root: Where /proc and /sys are found.
+        root: Where /proc and /sys are mounted.
     """
     kills = 0
     for folder in _cgroup_folders(root, "memory"):
@@ -129,7 +130,7 @@ def oom_kills(root: Path = _ROOT) -> int:
 
 
 def address_space_bytes() -> tuple[int | None, int | None]:
-    """Address space this process has mapped, and the most it may (`ulimit -v`); None where unknown or unlimited."""
+    """Address space this process has mapped, and its limit (`ulimit -v`); None if unknown or unlimited."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     pages = _number((_read(Path("/proc/self/statm")).split() or [""])[0])
     mapped = None if pages is None else pages * resource.getpagesize()
@@ -137,8 +138,8 @@ def address_space_bytes() -> tuple[int | None, int | None]:
 
 
 def host_peak_bytes() -> int:
-    """Most memory this process has held so far."""
-    # A started program inherits its parent's peak in getrusage, so the kernel's own count comes first.
+    """Peak resident memory of this process so far."""
+    # getrusage inherits the parent's peak when a program is started, so the kernel's own count comes first.
     for line in _read(Path("/proc/self/status")).splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -147,7 +148,7 @@ def host_peak_bytes() -> int:
 
 
 def cpu_model() -> str | None:
-    """The processor's name."""
+    """Return the processor's name."""
     for line in _read(Path("/proc/cpuinfo")).splitlines():
         if line.lower().startswith(("model name", "hardware")):
             return line.partition(":")[2].strip() or None
@@ -155,7 +156,7 @@ def cpu_model() -> str | None:
 
 
 def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """The folders whose limits hold for this process: its own cgroup and all above it, in both versions."""
+    """Folders whose limits apply to this process: its own cgroup and all above it, in cgroup v1 and v2."""
     base = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -168,13 +169,13 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
         folder = mount / path.strip("/")
         yield mount
         while folder != mount:
-            # Inside a container the path may be the host's; then only the mount itself is there.
+            # Inside a container the path may be the host's; then only the mount itself exists.
             yield folder
             folder = folder.parent
 
 
 def _read(path: Path) -> str:
-    """The text of a file of the kernel; empty where there is none."""
+    """Text of a kernel file; empty if it does not exist."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

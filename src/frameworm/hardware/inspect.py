@@ -1,4 +1,4 @@
-"""Look at this machine once, for `doctor`: what each source cannot tell stays None."""
+"""Inspects this machine once, for `doctor`; what a source cannot tell stays None."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def inspect_machine(
     probe_bytes: int | None = None,
     root: Path = _ROOT,
 ) -> MachineFacts:
-    """Find out what doctor judges; takes a second or two, most of it for the write to the run folder.
+    """Collect what doctor checks; takes a second or two, mostly for the write to the run folder.
 
     Args:
-        run_root: The folder under which runs are written; it need not be there yet.
-        port: Where the ranks would meet.
-        master_address: The machine that has that port; None: nobody said.
-        port_asked: Whether a variable named the port.
-        probe_bytes: Most bytes to write to the run folder; None: the usual, 0: none.
-        root: Where /proc, /sys and /dev are found.
+        run_root: The folder under which runs are written; it need not exist yet.
+        port: Port at which the ranks would meet.
+        master_address: The machine with that port; None if it is not set.
+        port_asked: True if a variable sets the port.
+        probe_bytes: Most bytes to write to the run folder; None: the default, 0: none.
+        root: Where /proc, /sys and /dev are mounted.
     """
     gpus, nvml, error = gpu_facts(root)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -91,18 +91,18 @@ def inspect_machine(
 
 
 def try_port(port: int, master_address: str | None = None, asked: bool = False) -> PortFacts:
-    """Whether a port of this machine can be bound; nothing keeps it.
+    """Test whether a port of this machine can be bound, and release it again.
 
     Args:
         port: The port.
-        master_address: Host that is to have it; None: this one.
-        asked: Whether somebody named it.
+        master_address: Host that should have it; None: this one.
+        asked: True if it was set explicitly.
     """
     own = None if master_address is None else _is_own(master_address)
     if own is False:
         return PortFacts(port, None, None, False, asked)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As torch's store does; else a port counts as taken while old connections linger.
+        # Like torch's store; otherwise a port counts as taken while old connections linger.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
@@ -123,7 +123,7 @@ def _is_own(host: str) -> bool | None:
 
 
 def _host_name() -> tuple[bool, bool | None]:
-    """Whether this machine's own name leads anywhere, and whether only to itself."""
+    """Whether this machine's own name resolves, and whether only to a loopback address."""
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
     except (OSError, UnicodeError):
@@ -144,7 +144,7 @@ def _shared_memory(root: Path) -> dict[str, Any]:
 
 
 def _held(root: Path) -> int:
-    """What counts against a cgroup's limit; nothing where there is none, for psutil knows the machine's own."""
+    """Memory that counts against a cgroup's limit; 0 without one, because psutil already reports the machine's."""
     from frameworm.hardware.host import memory_limit_bytes
 
     return memory_used_bytes(root=root) if memory_limit_bytes(root) is not None else 0

@@ -1,4 +1,4 @@
-"""What torch and NVIDIA's management library tell of each GPU, for `doctor`."""
+"""What torch and NVML report about each GPU, for `doctor`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from frameworm.hardware.nvml import NvmlGpu, handle_of, throttle_words
 from frameworm.records.machine import GpuFacts
 
-_MOST_LINKS = 18  # of a Hopper or Blackwell GPU; asking beyond the last one fails
+_MOST_LINKS = 18  # on a Hopper or Blackwell GPU; asking beyond the last one fails
 
 
 def gpu_facts(root: Path = Path("/")) -> tuple[tuple[GpuFacts, ...], bool | None, str | None]:
-    """The GPUs that torch sees, whether NVML answers (None: nobody asked), and what went wrong."""
+    """Return the GPUs that torch sees, whether NVML answers (None: not asked), and any error."""
     try:
         count = torch.cuda.device_count()
         properties = [torch.cuda.get_device_properties(index) for index in range(count)]
@@ -35,12 +35,12 @@ def gpu_facts(root: Path = Path("/")) -> tuple[tuple[GpuFacts, ...], bool | None
 
 
 def facts_of(properties: Any, nvml: Any | None, root: Path = Path("/")) -> GpuFacts:
-    """One GPU.
+    """Describe one GPU.
 
     Args:
-        properties: As torch.cuda.get_device_properties gives them.
-        nvml: The module pynvml, already initialised; None: there is none.
-        root: Where /sys is found.
+        properties: From torch.cuda.get_device_properties.
+        nvml: The module pynvml, already initialised; None if it is not available.
+        root: Where /sys is mounted.
     """
     base = {
         "name": str(properties.name),
@@ -68,7 +68,7 @@ def facts_of(properties: Any, nvml: Any | None, root: Path = Path("/")) -> GpuFa
 
 
 def peer_access(count: int) -> bool | None:
-    """Whether every GPU can read every other's memory; None with fewer than two, or where torch cannot tell."""
+    """True if every GPU can access every other's memory; None with fewer than two, or if torch cannot tell."""
     if count < 2:
         return None
     try:
@@ -92,7 +92,7 @@ def _open_nvml() -> Any | None:
 
 
 def _throttle_reasons(nvml: Any, handle: Any) -> tuple[str, ...] | None:
-    """Unlike `GpuState` this tells "none" from "no answer"; the question has a newer and an older name."""
+    """Throttle reasons; unlike in `GpuState`, "none" differs from "no answer". The query has a new and an old name."""
     mask = _ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
     if mask is None:
         mask = _ask(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
@@ -100,7 +100,7 @@ def _throttle_reasons(nvml: Any, handle: Any) -> tuple[str, ...] | None:
 
 
 def _links(nvml: Any, handle: Any) -> int | None:
-    """NVLinks that are up; 0 on GPUs without any."""
+    """Number of NVLinks that are up; 0 on GPUs without any."""
     up, told = 0, False
     for link in range(_MOST_LINKS):
         try:
@@ -115,7 +115,7 @@ def _links(nvml: Any, handle: Any) -> int | None:
 
 
 def _local_cpus(properties: Any, root: Path) -> frozenset[int] | None:
-    """Cores on the GPU's side of the machine, from the kernel's list such as 0-15,64-79."""
+    """Cores local to the GPU, from the kernel's list such as 0-15,64-79."""
     bus = getattr(properties, "pci_bus_id", None)
     if bus is None:
         return None

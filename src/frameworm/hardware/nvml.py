@@ -1,4 +1,4 @@
-"""What NVIDIA's management library tells of one GPU. It runs beside CUDA: asking makes no kernel wait."""
+"""What NVML reports about one GPU. NVML runs beside CUDA, so asking delays no kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# From nvml.h. Idle clocks, clocks that an administrator set and those of a display hold nothing back.
+# From nvml.h. Without idle clocks, clocks set by an administrator and display clocks, which hold nothing back.
 _THROTTLE_WORDS = {
     0x04: "power cap",
     0x08: "hardware slowdown",
@@ -19,15 +19,15 @@ _THROTTLE_WORDS = {
     0x40: "thermal (hardware)",
     0x80: "power brake",
 }
-# A question that fails so often in a row is not asked again: each failure costs as much as an answer.
+# A query that fails this often in a row is not repeated, because a failure costs as much as an answer.
 MOST_FAILURES = 3
 
 
 @dataclass(slots=True)
 class GpuState:
-    """One GPU at one moment; what it does not tell is None."""
+    """One GPU at one moment; None for what it does not report."""
 
-    busy: float | None = None  # share of the driver's last interval (up to a second) in which a kernel ran
+    busy: float | None = None  # fraction of the driver's last interval (up to a second) in which a kernel ran
     memory_bytes: int | None = None  # of all processes
     memory_total_bytes: int | None = None
     clock_mhz: float | None = None
@@ -39,7 +39,7 @@ class GpuState:
 
 
 def throttle_words(mask: int) -> list[str]:
-    """The reasons in a mask of NVML for which clocks are held below what is possible."""
+    """Return the reasons in an NVML mask for which clocks are held below the maximum."""
     return [word for bit, word in _THROTTLE_WORDS.items() if mask & bit]
 
 
@@ -57,7 +57,7 @@ class NvmlGpu:
         self._failures: dict[str, int] = {}
 
     def read(self) -> GpuState:
-        """Ask for everything; a question without an answer leaves None."""
+        """Query everything; a query without an answer gives None."""
         nvml, handle = self._nvml, self._handle
         utilisation = self._ask("utilisation", lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
         memory = self._ask("memory", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
@@ -66,7 +66,7 @@ class NvmlGpu:
         clock = self._ask("clock", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
         clock_max = self._ask("clock_max", lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
         temperature = self._ask("temperature", lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
-        # The same question under its newer and its older name.
+        # The same query under its new and its old name.
         mask = self._ask("events", lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
         if mask is None:
             mask = self._ask("throttling", lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
@@ -83,7 +83,7 @@ class NvmlGpu:
         )
 
     def close(self) -> None:
-        """Let go of the library; others in this process that use it keep it."""
+        """Release the library; other users in this process keep it."""
         with contextlib.suppress(Exception):
             self._nvml.nvmlShutdown()
 
@@ -101,7 +101,7 @@ class NvmlGpu:
 
 
 def open_gpu(device: torch.device) -> NvmlGpu | None:
-    """The GPU that torch calls `device`; None on CPU and where pynvml (nvidia-ml-py), driver or GPU do not answer."""
+    """Open the GPU that torch calls `device`; None on CPU, or if pynvml (nvidia-ml-py), driver or GPU do not answer."""
     if device.type != "cuda":
         return None
     try:
@@ -121,7 +121,7 @@ def open_gpu(device: torch.device) -> NvmlGpu | None:
 
 
 def handle_of(nvml: Any, properties: Any) -> Any:
-    """The handle by identity: torch counts only visible GPUs, NVML all, so equal numbers may mean different ones."""
+    """Find the handle by identity, because torch numbers only visible GPUs and NVML numbers all."""
     uuid = getattr(properties, "uuid", None)
     if uuid is not None:
         text = str(uuid)

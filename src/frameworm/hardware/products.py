@@ -1,4 +1,4 @@
-"""How fast this GPU multiplies matrices of given shapes: the part of its peak that can be reached with them."""
+"""How fast this GPU multiplies matrices of given shapes: the part of its peak that they can reach."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def achievable_flops(products: Sequence[MatrixProduct], device: torch.device) -> float | None:
-    """FLOP/s of plain matrix products of these shapes, each by its share; None without a GPU or memory for them.
+    """Measure FLOP/s of matrix products of these shapes, weighted by share; None without a GPU or memory for them.
 
-    Takes some milliseconds for each shape, and is measured once in a process.
+    Takes a few milliseconds per shape, once per process.
     """
     if device.type != "cuda" or not products:
         return None

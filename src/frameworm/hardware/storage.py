@@ -1,4 +1,4 @@
-"""How fast a folder takes what is written to it, and what kind it is."""
+"""How fast a folder accepts writes, and the kind of its file system."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _FREE_SHARE = 0.05
 def probe_storage(folder: Path, most_bytes: int | None = None, limit_s: float = PROBE_S) -> StorageFacts:
     """Write a file to a folder, sync it, time both, and remove it.
 
-    Written as checkpoints are: in order, and counted only when durable. The file is at most a twentieth of the
-    free space, and writing ends after `limit_s`.
+    It is written like a checkpoint: sequentially, and counted only once it is durable. The file takes at most a
+        twentieth
+    of the free space, and writing stops after `limit_s`.
 
     Args:
-        folder: Where runs are written; the nearest folder above it that exists is tried when it does not.
-        most_bytes: Most to write; None: 128 MiB, 0: nothing.
-        limit_s: Most seconds to write; the sync comes on top.
+        folder: Where runs are written; if it does not exist, the nearest existing parent is used.
+        most_bytes: Most bytes to write; None: 128 MiB, 0: nothing.
+        limit_s: Most seconds to write; the sync is extra.
     """
     there = _existing(folder)
     path = str(folder)
@@ -49,7 +50,7 @@ def probe_storage(folder: Path, most_bytes: int | None = None, limit_s: float = 
 
 
 def _write(folder: Path, wanted: int, limit_s: float) -> tuple[int, float]:
-    # Not zeros, which some file systems do not store.
+    # Not zeros, because some file systems do not store them.
     piece = os.urandom(min(_PIECE_BYTES, max(wanted, 1)))
     written = 0
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".frameworm-doctor-") as file:
@@ -69,7 +70,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _filesystem(folder: Path) -> str | None:
-    """Kind of the mount that holds a folder: the longest mount point above it."""
+    """File system of the mount that holds a folder: the longest mount point above it."""
     try:
         mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     except OSError:

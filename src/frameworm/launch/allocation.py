@@ -1,4 +1,4 @@
-"""The hosts of a SLURM allocation, and how processes are put on them from its batch script or shell."""
+"""The hosts of a SLURM allocation, and how to start processes on them from its batch script or shell."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 @dataclass(frozen=True)
 class Allocation:
-    """What SLURM gave to this job."""
+    """The resources that SLURM gave to this job."""
 
     job_id: str
     hosts: tuple[str, ...]
     cpus_per_host: int | None = None  # of the smallest host
 
     def place(self, world_size: int, per_host: int) -> tuple[int, int]:
-        """Hosts and processes on each.
+        """Return the number of hosts and of processes on each.
 
         Args:
-            world_size: Processes in all.
-            per_host: Most processes of one host.
+            world_size: Number of processes in total.
+            per_host: Most processes per host.
 
         Raises:
-            EnvironmentSetupError: They do not fit, or not evenly.
+            EnvironmentSetupError: The processes do not fit, or do not fill the hosts evenly.
         """
         if world_size <= per_host:
             return 1, world_size
@@ -46,7 +46,7 @@ class Allocation:
         return world_size // per_host, per_host
 
     def command(self, hosts: int, command: Sequence[str]) -> list[str]:
-        """The command on that many hosts, once on each."""
+        """Return the command that runs `command` once on each of that many hosts."""
         start = ["srun", f"--nodes={hosts}", f"--ntasks={hosts}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
         if self.cpus_per_host is not None:
             start.append(f"--cpus-per-task={self.cpus_per_host}")
@@ -54,10 +54,10 @@ class Allocation:
 
 
 def find_allocation(environ: Mapping[str, str] | None = None) -> Allocation | None:
-    """The allocation around this process; None outside of SLURM and in a step of it.
+    """Return the allocation around this process; None outside SLURM and inside an srun step.
 
     Args:
-        environ: The variables; those of the process unless given.
+        environ: The variables; default: those of the process.
 
     Raises:
         EnvironmentSetupError: This process is one of several workers, so that each would start all runs.
@@ -76,7 +76,7 @@ def find_allocation(environ: Mapping[str, str] | None = None) -> Allocation | No
 
 
 def _smallest(text: str | None) -> int | None:
-    """The smallest number of SLURM's `8(x2),4`."""
+    """The smallest number in a list such as SLURM's `8(x2),4`."""
     found = [_REPEATED.fullmatch(part) for part in (text or "").split(",")]
     numbers = [int(match[1]) for match in found if match is not None]
     return min(numbers, default=None)

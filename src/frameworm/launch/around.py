@@ -1,4 +1,4 @@
-"""What the variables around a process say about the job it belongs to, without refusing anything: for `doctor`."""
+"""What the environment variables say about the job of a process, for `doctor`: contradictions are not errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from frameworm.launch.slurm_environment import contradictions
 
 @dataclass(frozen=True)
 class Around:
-    """The job as far as it can be read, and what is wrong with the variables."""
+    """What is known about the job, and what is wrong with the variables."""
 
     variables: dict[str, str]
     processes: int = 1  # on this machine
@@ -24,11 +24,11 @@ class Around:
     contradictions: tuple[str, ...] = ()
 
 
-def look_around(environ: Mapping[str, str] | None = None) -> Around:
-    """Read the variables; those that contradict each other are told, and then taken for not set.
+def find_launcher(environ: Mapping[str, str] | None = None) -> Around:
+    """Read the variables; those that contradict each other are reported and then ignored.
 
     Args:
-        environ: The variables; those of the process unless given.
+        environ: The variables; default: those of the process.
     """
     variables = all_variables(environ)
     found = [item.text for item in contradictions(variables)]

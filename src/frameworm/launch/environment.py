@@ -1,14 +1,14 @@
-"""The variables around a process: who am I, and what do my children get to see.
+"""The environment variables of a process: its place in the job, and the variables of its children.
 
-The only place of this package, beside `config.load`, that reads environment variables. Everything else receives the
-typed values made here.
+Apart from `config.load`, this is the only module that reads environment variables. Everything else receives the typed
+values made here.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +18,15 @@ from frameworm.errors import EnvironmentSetupError
 from frameworm.launch.slurm_environment import SlurmStep, slurm_step
 from frameworm.launch.variables import check_below, integer, required
 
-Launcher = Literal["torchrun", "srun", "explicit", "spawn", "none"]
+Launcher = Literal["torchrun", "srun", "explicit", "spawn", "other", "none"]
 
-# The run id is how a worker recognises that frameworm's own launcher, not a bare torchrun, reports its errors.
+# By this prefix of the run id, a worker knows that frameworm's own launcher, not plain torchrun, reports its errors.
 RUN_ID_PREFIX = "frameworm-"
 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Who this process is among the others of its job."""
+    """This process's place among the processes of its job."""
 
     rank: int = 0
     local_rank: int = 0
@@ -39,13 +39,13 @@ class ProcessInfo:
     launcher: Launcher = "none"
 
     def device_index(self, device_count: int) -> int:
-        """Index of this process's GPU among the visible ones; SLURM may show each task only its own."""
-        return 0 if self.launcher == "srun" and device_count == 1 else self.local_rank
+        """Index of this process's GPU among the visible ones; SLURM may show each task only its own GPU."""
+        return 0 if self.launcher == "srun" and device_count == 1 else self.local_rank // ranks_per_gpu()
 
 
 @dataclass(frozen=True)
 class ExplicitRank:
-    """RANK and WORLD_SIZE with no LOCAL_RANK beside them."""
+    """RANK and WORLD_SIZE without LOCAL_RANK."""
 
     rank: int
     world_size: int
@@ -54,9 +54,9 @@ class ExplicitRank:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """All that the variables say, checked for sense one by one."""
+    """Everything the variables say; each value is checked on its own."""
 
-    worker: ProcessInfo | None  # started by torchrun or frameworm's own launcher
+    worker: ProcessInfo | None  # started by torchrun, frameworm's own launcher or a registered one
     step: SlurmStep | None
     explicit: ExplicitRank | None
     master_address: str | None
@@ -65,11 +65,29 @@ class Surroundings:
     job_id: str | None
 
 
-def detect(environ: Mapping[str, str] | None = None) -> ProcessInfo:
-    """Find out who this process is: a worker of torchrun, a task of srun, told by hand, or alone.
+Reader = Callable[[Mapping[str, str]], ProcessInfo | None]
+
+_readers: dict[str, Reader] = {}
+
+
+def register_launcher(name: str, read: Reader) -> None:
+    """Recognise the processes of one more launcher in this process; one of the same name is replaced.
+
+    Its variables come after torchrun's and before SLURM's, which processes of other launchers often inherit.
 
     Args:
-        environ: The variables; those of the process unless given.
+        name: The launcher's name.
+        read: Given the variables, returns this process's place (`launcher="other"`), or None where the launcher has
+            not started it.
+    """
+    _readers[name] = read
+
+
+def detect(environ: Mapping[str, str] | None = None) -> ProcessInfo:
+    """Determine this process's place: a torchrun worker, an srun task, set by hand, or alone.
+
+    Args:
+        environ: The variables; default: those of the process.
 
     Returns:
         This process's place in its job.
@@ -98,7 +116,7 @@ def detect(environ: Mapping[str, str] | None = None) -> ProcessInfo:
 
 
 def join_step(step: SlurmStep, explicit: ExplicitRank | None) -> ProcessInfo:
-    """This task's place in an srun step; RANK and WORLD_SIZE may repeat it but not contradict it."""
+    """Return this task's place in an srun step; RANK and WORLD_SIZE may repeat it but not contradict it."""
     if explicit is not None and (explicit.rank, explicit.world_size) != (step.rank, step.world_size):
         raise EnvironmentSetupError(
             f"RANK={explicit.rank} WORLD_SIZE={explicit.world_size} contradict srun's SLURM_PROCID={step.rank} of "
@@ -108,7 +126,7 @@ def join_step(step: SlurmStep, explicit: ExplicitRank | None) -> ProcessInfo:
 
 
 def require_master(around: Surroundings, world_size: int) -> tuple[str | None, int | None]:
-    """The address where the processes meet; only a world of one can do without."""
+    """Return the rendezvous address; it may be missing only if the world size is 1."""
     if world_size > 1:
         for name, value in (("MASTER_ADDR", around.master_address), ("MASTER_PORT", around.master_port)):
             if value is None:
@@ -126,9 +144,13 @@ def read_surroundings(environ: Mapping[str, str] | None = None) -> Surroundings:
     if port is not None and port > 65535:
         raise EnvironmentSetupError(f"MASTER_PORT={port} is not a port; choose one from 1024 to 65535")
     address = variables.get("MASTER_ADDR") or None
-    in_worker = bool(variables.get("LOCAL_RANK"))
+    if variables.get("LOCAL_RANK"):
+        worker: ProcessInfo | None = _torchrun_worker(variables, address, port)
+    else:
+        worker = next(filter(None, (read(variables) for read in _readers.values())), None)
+    in_worker = worker is not None
     return Surroundings(
-        worker=_torchrun_worker(variables, address, port) if in_worker else None,
+        worker=worker,
         step=None if in_worker else slurm_step(variables, address, port),
         explicit=None if in_worker else _explicit_rank(variables),
         master_address=address,
@@ -138,8 +160,18 @@ def read_surroundings(environ: Mapping[str, str] | None = None) -> Surroundings:
     )
 
 
+def ranks_per_gpu(environ: Mapping[str, str] | None = None) -> int:
+    """Number of processes per GPU: 1, or FRAMEWORM_RANKS_PER_GPU for tests with more ranks than GPUs."""
+    return integer(os.environ if environ is None else environ, "FRAMEWORM_RANKS_PER_GPU", minimum=1) or 1
+
+
+def seem_on_own_host(rank: int) -> None:
+    """Make NCCL, which wants one GPU per rank of a host, believe that this rank is alone on its host."""
+    os.environ.setdefault("NCCL_HOSTID", f"rank-{rank}")
+
+
 def collective_timeout_s(default: float, environ: Mapping[str, str] | None = None) -> float:
-    """Longest a collective may take: NCCL_TIMEOUT in seconds if set, else the default."""
+    """Longest time for a collective: NCCL_TIMEOUT in seconds if set, else the default."""
     text = (os.environ if environ is None else environ).get("NCCL_TIMEOUT")
     if not text:
         return default
@@ -153,14 +185,14 @@ def collective_timeout_s(default: float, environ: Mapping[str, str] | None = Non
 
 
 def agent_hosts_store(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether torch's agent already listens on MASTER_PORT, so that rank 0 must not."""
+    """True if torch's agent already listens on MASTER_PORT, so that rank 0 must not."""
     return (os.environ if environ is None else environ).get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def ask_to_keep_freed_memory() -> None:
-    """Ask torch for ARM, before it is loaded, not to give freed memory back to the system at once (mimalloc).
+    """Ask torch's allocator on ARM (mimalloc), before torch is loaded, to keep freed memory for a while.
 
-    Steps longer than a tenth of a second would get theirs anew each time, page by page.
+    Otherwise steps longer than a tenth of a second would get all their memory from the system again, page by page.
     """
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")
 
@@ -171,21 +203,21 @@ def ask_for_deterministic_cublas() -> None:
 
 
 def all_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """A copy of the variables, for those who judge them."""
+    """Return a copy of the variables, for checks."""
     return dict(os.environ if environ is None else environ)
 
 
 def different_variables(
     variables: Mapping[str, str], environ: Mapping[str, str] | None = None
 ) -> dict[str, str | None]:
-    """What another process of the job has other than this one; None: what it does not have."""
+    """Return the variables of another process of the job that differ from this one's; None for those it lacks."""
     own = os.environ if environ is None else environ
     names = sorted({*variables, *own})
     return {name: variables.get(name) for name in names if variables.get(name) != own.get(name)}
 
 
 def become_rank(different: Mapping[str, str | None], port: int) -> None:
-    """Turn this process into one of several that meet on this machine at a port, with no agent of torch around."""
+    """Make this process a rank of a job that meets at a port of this machine, without torch's agent."""
     for name, value in different.items():
         if value is None:
             os.environ.pop(name, None)
@@ -195,12 +227,12 @@ def become_rank(different: Mapping[str, str | None], port: int) -> None:
 
 
 def keep_compiled_in(folder: Path) -> None:
-    """Let torch's compiler find in a folder what other processes compiled, and leave there what it compiles."""
+    """Let torch's compiler share compiled code with other processes through a folder."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def prepare_for_ray() -> None:
-    """Have Ray report nothing about its use, and start workers in the folder that they are given, unless told to."""
+    """Disable Ray's usage statistics, and start workers in the given folder, unless the user has set otherwise."""
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_CHDIR_TO_TRIAL_DIR"):
         os.environ.setdefault(name, "0")
 
@@ -211,13 +243,13 @@ def restart_count(environ: Mapping[str, str] | None = None) -> int:
 
 
 def launch_id(environ: Mapping[str, str] | None = None) -> str | None:
-    """What the workers of one launch, restarted ones included, have in common; None without frameworm's launcher."""
+    """Id shared by the workers of one launch, including restarted ones; None without frameworm's launcher."""
     variables = os.environ if environ is None else environ
     return variables.get("TORCHELASTIC_RUN_ID") if reported_by_launcher(variables) else None
 
 
 def reported_by_launcher(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether frameworm's own launcher waits for this worker and prints what went wrong in it."""
+    """True if frameworm's own launcher waits for this worker and prints its errors."""
     variables = os.environ if environ is None else environ
     return bool(variables.get("LOCAL_RANK")) and variables.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID_PREFIX)
 
@@ -225,10 +257,10 @@ def reported_by_launcher(environ: Mapping[str, str] | None = None) -> bool:
 def worker_environment(
     nproc_per_node: int, usable_cpus: int, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Variables the workers get beside the ones torch's agent sets for each rank."""
+    """Variables for the workers, in addition to those that torch's agent sets for each rank."""
     variables = os.environ if environ is None else environ
     added = {
-        # Restarted workers would otherwise find the dead addresses of the round before in the agent's store.
+        # Restarted workers would otherwise find dead addresses of the previous round in the agent's store.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT",
     }
@@ -238,18 +270,31 @@ def worker_environment(
 
 
 def own_command(*arguments: str) -> list[str]:
-    """The command line of this program. As for its console script, the working folder is not on the import path."""
+    """Command line of this program. As with its console script, the working directory is not on the import path."""
     return [sys.executable, str(Path(__file__).resolve().parents[1] / "__main__.py"), *arguments]
 
 
+_INSIDE = "FRAMEWORM_INTERNAL_VERB"
+
+
+def mark_inside(verb: str) -> dict[str, str]:
+    """What the environment of processes that a verb starts has, so that they know of it."""
+    return {_INSIDE: verb}
+
+
+def inside_verb() -> str | None:
+    """The verb of the Python API that this process was started for, if any."""
+    return os.environ.get(_INSIDE)
+
+
 def take_from_environment(name: str) -> str:
-    """A variable that was meant for this process alone; processes it starts do not see it."""
+    """Remove and return a variable meant for this process only, so that its children do not see it."""
     return os.environ.pop(name, "")
 
 
 @contextmanager
 def added_to_environment(added: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process for a while: torch's agent hands its own on to the workers."""
+    """Set variables of this process for a while, because torch's agent passes its own on to the workers."""
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:
@@ -263,7 +308,7 @@ def added_to_environment(added: Mapping[str, str]) -> Iterator[None]:
 
 
 def _torchrun_worker(variables: Mapping[str, str], address: str | None, port: int | None) -> ProcessInfo:
-    """The place torch's agent (or a script that imitates it) gives to a worker."""
+    """Place of a worker of torch's agent, or of a script that imitates it."""
     local_rank = required(variables, "LOCAL_RANK", "")
     rank = required(variables, "RANK", "LOCAL_RANK")
     world_size = required(variables, "WORLD_SIZE", "LOCAL_RANK", minimum=1)
@@ -288,7 +333,7 @@ def _torchrun_worker(variables: Mapping[str, str], address: str | None, port: in
 
 
 def _explicit_rank(variables: Mapping[str, str]) -> ExplicitRank | None:
-    """RANK and WORLD_SIZE set by hand; WORLD_SIZE=1 alone says nothing."""
+    """RANK and WORLD_SIZE set by hand; WORLD_SIZE=1 alone means nothing."""
     rank = integer(variables, "RANK")
     world_size = integer(variables, "WORLD_SIZE", minimum=1)
     if rank is None and world_size in (None, 1):

@@ -1,7 +1,7 @@
-"""What went wrong in which worker first.
+"""Which worker failed first, and why.
 
-A worker writes down the exception it ends with; when one falls, its peers fall over the broken connection moments
-later. The launcher reads all of it and names the first cause.
+A worker records the exception it ends with. When one fails, its peers fail moments later on the broken connection. The
+launcher reads all records and names the first cause.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from torch.distributed.elastic.multiprocessing.errors.error_handler import Error
 from frameworm.errors import FramewormError, TrainingInterruptedError, TrainingPreemptedError
 from frameworm.launch.environment import reported_by_launcher
 
-# A failed worker that hangs on its way out (threads of a collective that nobody will answer) leaves after this long.
+# A failed worker that hangs on exit (in threads of a collective that will never finish) is ended after this time.
 LEAVE_WITHIN_S = 8.0
 
-# A peer notices a sudden death within milliseconds, the launcher only when it looks again.
+# A peer notices a sudden death within milliseconds, but the launcher only at its next poll.
 _NOTICED_LATE_S = 1.0
 
 _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "NCCL error")
 _PR_SET_PDEATHSIG = 1
-# What ends a rank in words of ours.
+# Errors whose text can be shown to the user without a traceback.
 _OURS = (FramewormError, TrainingInterruptedError)
 _STOPPED = (TrainingInterruptedError.exit_code, TrainingPreemptedError.exit_code)
 
@@ -45,31 +45,31 @@ class WorkerFailure:
 
     rank: int
     exit_code: int  # negative: killed by that signal
-    observed: float  # time at which the launcher saw it
+    observed: float  # time at which the launcher noticed
     stopped_by_launcher: bool = False  # it was still running when the launcher stopped the others
-    message: str | None = None  # what the worker wrote down itself
-    meant_to_exit: int | None = None  # the code it was about to end with, had the launcher not stopped it before
-    trace: str | None = None  # its traceback, where the worker did not print that itself
+    message: str | None = None  # recorded by the worker itself
+    meant_to_exit: int | None = None  # the exit code it was about to use before the launcher stopped it
+    trace: str | None = None  # its traceback, if the worker did not print it itself
     time: float | None = None
-    consequence: bool = False  # of the kind that another rank's failure causes
-    final: bool = False  # to try again would end alike
+    consequence: bool = False  # of a kind that another rank's failure causes
+    final: bool = False  # a restart would fail in the same way
 
 
 @dataclass(frozen=True)
 class FirstCause:
-    """The failure that the others followed from."""
+    """The failure that caused the others."""
 
-    text: str | None  # None: nothing to add, the ranks stopped as they were told to
+    text: str | None  # None: nothing to add, the ranks stopped as requested
     exit_code: int
     trace: str | None = None
 
 
 @contextmanager
 def worker_errors() -> Iterator[None]:
-    """Wrap a worker's main: what it ends with reaches the launcher.
+    """Wrap a worker's main function, so that the launcher learns how it ends.
 
-    Under frameworm's launcher, an error of frameworm's own, Ctrl-C or the loss of another rank ends the process quietly
-    with its exit code, for the launcher prints the first cause once for all ranks. All else goes on to the caller.
+    Under frameworm's launcher, frameworm's own errors, Ctrl-C and the loss of another rank end the process quietly with
+    their exit code, because the launcher prints the first cause once for all ranks. Other errors are raised.
     """
     handler = _WorkerErrorHandler()
     if handler.error_file is None:
@@ -91,12 +91,12 @@ def worker_errors() -> Iterator[None]:
 
 
 def report_error(error: BaseException) -> None:
-    """Write an error down for the launcher, from any thread; without a launcher nothing happens."""
+    """Record an error for the launcher, from any thread; without a launcher, do nothing."""
     _WorkerErrorHandler().record_exception(error)
 
 
 class _WorkerErrorHandler(ErrorHandler):
-    """torch's error file, with the moment to the microsecond and what the launcher needs to tell cause from effect."""
+    """torch's error file, with an exact time and what the launcher needs to distinguish cause and effect."""
 
     @property
     def error_file(self) -> str | None:
@@ -104,7 +104,7 @@ class _WorkerErrorHandler(ErrorHandler):
         return self._get_error_file_path()
 
     def record_exception(self, e: BaseException) -> None:
-        """Write the exception down."""
+        """Write the exception to the file."""
         if self.error_file is None:
             return
         now = time.time()
@@ -129,7 +129,7 @@ class _WorkerErrorHandler(ErrorHandler):
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an exception is of the kind that a rank sees when another one has failed."""
+    """True if an exception is of the kind that a rank sees when another one has failed."""
     if isinstance(error, (TrainingInterruptedError, TrainingPreemptedError)):
         return True
     link: BaseException | None = error
@@ -145,7 +145,7 @@ def is_consequence(error: BaseException) -> bool:
 def worker_failure(
     rank: int, exit_code: int, error_data: Mapping[str, Any], stopped_by_launcher: bool, observed: float
 ) -> WorkerFailure:
-    """Join what the launcher saw of a worker with what the worker wrote down."""
+    """Combine what the launcher saw of a worker with what the worker recorded."""
     message = error_data.get("message")
     extra: Mapping[str, Any] = {}
     text: str | None = None
@@ -168,7 +168,7 @@ def worker_failure(
 
 
 def first_cause(failures: Iterable[WorkerFailure]) -> FirstCause:
-    """Pick the failure that the others followed from."""
+    """Return the failure that caused the others."""
     first = min(failures, key=_precedence)
     if first.message is not None:
         text = first.message
@@ -211,7 +211,7 @@ def _signal_name(number: int) -> str:
 
 
 def _leave_for_certain(exit_code: int) -> None:
-    """End the process soon even if its regular end hangs; the launcher waits for the end to stop the other ranks."""
+    """End the process soon even if a regular exit hangs; the launcher stops the other ranks only after that."""
 
     def leave() -> None:
         time.sleep(LEAVE_WITHIN_S)
@@ -224,7 +224,7 @@ def _leave_for_certain(exit_code: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel send SIGTERM when the launcher dies without a chance to stop its workers."""
+    """Have the kernel send SIGTERM if the launcher dies without stopping its workers."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

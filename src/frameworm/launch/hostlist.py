@@ -1,4 +1,4 @@
-"""SLURM's compact way of writing host names, as in `gpu[001-003,7],login`."""
+"""SLURM's compact lists of host names, such as `gpu[001-003,7],login`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Write out every host of a hostlist, in order.
+    """Expand a hostlist to all its hosts, in order.
 
     Args:
         text: For example `n[001-003,7],x9`; several brackets in one name multiply.
@@ -28,7 +28,7 @@ def expand_hostlist(text: str) -> list[str]:
 
 
 def _split_outside_brackets(text: str) -> list[str]:
-    """Commas inside brackets separate numbers, those outside separate hosts."""
+    """Split at commas outside brackets, which separate hosts; those inside separate numbers."""
     entries, start, depth = [], 0, 0
     for position, character in enumerate(text):
         if character == "[":
@@ -47,7 +47,7 @@ def _split_outside_brackets(text: str) -> list[str]:
 
 
 def _expand_entry(entry: str, text: str) -> list[str]:
-    """One comma-free entry; recursion handles the brackets after the first."""
+    """Expand one entry without top-level commas; recursion handles the brackets after the first."""
     if not entry or entry != entry.strip():
         raise _malformed(text)
     prefix, bracket, rest = entry.partition("[")

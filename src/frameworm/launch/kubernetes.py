@@ -1,7 +1,7 @@
 """Kubernetes manifests that train a config: pure functions of a typed request.
 
-Every pod is a node: one container starts its workers. All pods see one run folder, and a pod that is started again goes
-on there.
+Every pod is a node with one container that starts its workers. All pods share one run folder, and a restarted pod
+resumes from it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _RUNS, _CONFIG = "/runs", "/etc/frameworm"
 _CONFIG_FILE = "config.yaml"
 _PREEMPTED = 75
 _MARGIN_S = 30  # between the workers' last chance to save and the end of the pod
-_LONGEST_NAME = 45  # what the controllers append must fit into 63
-_MOST_CONFIG_BYTES = 2**20  # what a ConfigMap holds
-# The replicated job, and its container, by the name that Kubeflow's torch runtime has for them.
+_LONGEST_NAME = 45  # leaves room for what controllers append, within 63
+_MOST_CONFIG_BYTES = 2**20  # limit of a ConfigMap
+# Name of the replicated job and of its container, as in Kubeflow's torch runtime.
 _NODE = "node"
 _COMPLETION_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
@@ -37,24 +37,24 @@ _QUANTITY = re.compile(r"\d+(\.\d+)?([KMGTPE]i?|[mk])?")
 
 @dataclass(frozen=True)
 class KubernetesJob(WorkersOnNodes):
-    """What a manifest is to ask for and to run.
+    """What a manifest should request and run.
 
     Attributes:
         config_text: The config, which goes into a ConfigMap.
-        name: Name of the objects and of the run folder; becomes lower case, with `-` for what Kubernetes does not take.
-        image: Container image that has frameworm.
+        name: Name of the objects and of the run folder; lower-cased, with `-` for characters Kubernetes does not allow.
+        image: Container image with frameworm installed.
         kind: `trainjob` for Kubeflow Trainer v2, `jobset` for JobSet alone.
         nodes: Number of pods.
-        gpus_per_node: GPUs, and workers, of each; with 0 one worker per pod computes on the CPU.
+        gpus_per_node: GPUs, and workers, per pod; with 0, one worker per pod runs on the CPU.
         namespace: Namespace; None for that of the user who applies the manifest.
-        pvc: PersistentVolumeClaim for the run folder, which all pods mount (ReadWriteMany where there are several).
-        cpus: Processors of each pod; None for 8 per worker.
-        memory: Memory of each pod, such as 64Gi; None for no limit.
-        max_restarts: How often JobSet starts all pods again after a failure; preemptions do not count.
+        pvc: PersistentVolumeClaim for the run folder, mounted by all pods (ReadWriteMany if there are several).
+        cpus: Processors per pod; None for 8 per worker.
+        memory: Memory per pod, such as 64Gi; None for no limit.
+        max_restarts: How often JobSet restarts all pods after a failure; preemptions do not count.
         runtime: The training runtime that a TrainJob refers to.
-        grace_s: Seconds that a pod which has to go gets to save.
-        settings: `--set` of the training.
-        command: The command line that made the manifest, for its first line.
+        grace_s: Seconds that a terminated pod gets to save.
+        settings: `--set` options of the training.
+        command: The command line that wrote the manifest, for its first line.
     """
 
     config_text: str
@@ -75,18 +75,18 @@ class KubernetesJob(WorkersOnNodes):
 
     @property
     def safe_name(self) -> str:
-        """The name as Kubernetes takes it."""
+        """The name in a form that Kubernetes accepts."""
         label = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).lstrip("-")
-        if label and not label[0].isalpha():  # without its digits it could be the name, and the run, of another job
+        if label and not label[0].isalpha():  # without its leading digits it could be another job's name, and run
             label = f"run-{label}"
         return label[:_LONGEST_NAME].rstrip("-") or "frameworm"
 
 
 def manifests(job: KubernetesJob) -> list[dict[str, Any]]:
-    """The objects to apply, in order: the config, then the job.
+    """Return the objects to apply, in order: the config, then the job.
 
     Raises:
-        EnvironmentSetupError: A value cannot be part of a manifest, or makes no sense.
+        EnvironmentSetupError: A value is invalid or cannot be part of a manifest.
     """
     check(job)
     config = {
@@ -99,14 +99,14 @@ def manifests(job: KubernetesJob) -> list[dict[str, Any]]:
 
 
 def as_yaml(job: KubernetesJob, objects: list[dict[str, Any]]) -> str:
-    """The objects as one file."""
+    """Format the objects as one file."""
     made = f"# Written by: {shlex.join(job.command)}\n" if job.command else ""
     first = f"{made}# The claim {job.pvc} must exist. Apply it with: kubectl apply -f THIS_FILE\n"
     return first + yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=1000)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines are shown as they are."""
+    """Writes multi-line texts as literal blocks."""
 
 
 def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -117,7 +117,7 @@ _Dumper.add_representer(str, _represent)
 
 
 def check(job: KubernetesJob) -> None:
-    """Refuse what Kubernetes would refuse, or what would break the manifest.
+    """Refuse values that Kubernetes would reject or that would break the manifest.
 
     Raises:
         EnvironmentSetupError: Names the option.
@@ -156,7 +156,7 @@ def _metadata(job: KubernetesJob, name: str) -> dict[str, Any]:
 
 
 def _train_job(job: KubernetesJob) -> dict[str, Any]:
-    """Kubeflow Trainer v2: its runtime makes a JobSet of it, whose pods get PET_ variables, as torchrun takes them."""
+    """Kubeflow Trainer v2: its runtime creates a JobSet whose pods get PET_ variables, as torchrun expects them."""
     pod = {
         "terminationGracePeriodSeconds": job.grace_s,
         "containers": [{"name": _NODE, "volumeMounts": _mounts()}],
@@ -186,7 +186,7 @@ def _train_job(job: KubernetesJob) -> dict[str, Any]:
 
 
 def _job_set(job: KubernetesJob) -> dict[str, Any]:
-    """JobSet alone: one indexed Job, whose pods have names, and start again together."""
+    """JobSet alone: one indexed Job, whose pods have host names and restart together."""
     name = job.safe_name
     environment: list[dict[str, Any]] = [
         {"name": "NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _COMPLETION_INDEX}}},
@@ -205,7 +205,7 @@ def _job_set(job: KubernetesJob) -> dict[str, Any]:
         "resources": _resources(job),
         "volumeMounts": _mounts(),
     }
-    # Saved and stopped, or gone with its node: the Job fails for this reason, and for no other.
+    # Exit code 75 (saved and stopped) or a lost node: only then does the Job fail for this reason.
     preempted = [
         {"action": "FailJob", "onExitCodes": {"containerName": _NODE, "operator": "In", "values": [_PREEMPTED]}},
         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -214,7 +214,7 @@ def _job_set(job: KubernetesJob) -> dict[str, Any]:
         "completionMode": "Indexed",
         "completions": job.nodes,
         "parallelism": job.nodes,
-        "backoffLimit": 0,  # a pod alone cannot go on without the others
+        "backoffLimit": 0,  # a single pod cannot continue without the others
         "podFailurePolicy": {"rules": preempted},
         "template": {
             "spec": {
@@ -248,7 +248,7 @@ def _job_set(job: KubernetesJob) -> dict[str, Any]:
 
 
 def _arguments(job: KubernetesJob, meet: dict[str, str]) -> list[str]:
-    """The arguments of the container; Kubernetes itself puts the values of variables in for `$(NAME)`."""
+    """The container's arguments; Kubernetes substitutes the variables in `$(NAME)`."""
     settings = (["gpu.device=cpu"] if job.gpus_per_node == 0 else []) + list(job.settings)
     found = ["train", "--config", f"{_CONFIG}/{_CONFIG_FILE}"]
     for setting in settings:
@@ -280,6 +280,6 @@ def _volumes(job: KubernetesJob) -> list[dict[str, Any]]:
     return [
         {"name": "runs", "persistentVolumeClaim": {"claimName": job.pvc}},
         {"name": "config", "configMap": {"name": f"{job.safe_name}-config"}},
-        # 64 MB otherwise, which is too little for the processes of loaders.
+        # The default is 64 MB, too little for loader processes.
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
     ]

@@ -1,4 +1,4 @@
-"""Noticing that the process which this one works for has ended."""
+"""Notices when the parent process has ended."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from multiprocessing.connection import wait
 
 
 def call_after_parent(act: Callable[[], None]) -> None:
-    """Call something, in a thread, once the process that started this one through multiprocessing has ended.
+    """Call `act` in a thread once the process that started this one through multiprocessing has ended.
 
-    That is not always the parent of the operating system: with a fork server that is the server, which stays for as
-    long as one of its children does.
+    That is not always the parent process of the operating system: with a fork server it would be the server, which
+        lives
+    as long as any of its children.
     """
     parent = multiprocessing.parent_process()
     if parent is None:

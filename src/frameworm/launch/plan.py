@@ -1,4 +1,4 @@
-"""Whether this process trains alone, joins others, or starts the workers of this node."""
+"""Decides whether this process trains alone, joins others, or starts the workers of this node."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What to do, and for `launch` with how many workers and where the nodes meet."""
+    """What to do; for `launch`, with how many workers and where the nodes rendezvous."""
 
     action: Literal["single", "join", "launch"]
-    process: ProcessInfo = field(default_factory=ProcessInfo)  # who this process is; for `launch` it only starts others
+    process: ProcessInfo = field(default_factory=ProcessInfo)  # own place; for `launch` it only starts others
     nproc_per_node: int = 1
     min_nodes: int = 1
     max_nodes: int = 1
-    node_rank: int | None = 0  # None: the rendezvous gives out the numbers
+    node_rank: int | None = 0  # None: the rendezvous assigns the numbers
     rendezvous: Literal["local", "static", "c10d"] = "local"
     master_address: str = "127.0.0.1"
     master_port: int = 0  # 0: any free port of this machine
@@ -59,13 +59,13 @@ def plan_launch(
         master_port: Port on the first node.
         rdzv_endpoint: `HOST[:PORT]` where the nodes meet and get their numbers.
         device_count: GPUs of this node.
-        environ: The variables; those of the process unless given.
+        environ: The variables; default: those of the process.
 
     Returns:
         The plan.
 
     Raises:
-        EnvironmentSetupError: Flags and variables do not fit together.
+        EnvironmentSetupError: Flags and variables contradict each other.
     """
     around = read_surroundings(environ)
     if around.worker is not None:
@@ -119,7 +119,7 @@ def plan_launch(
 
 
 def _is_srun_task(around: Surroundings) -> bool:
-    """Whether srun's numbers, not RANK's, say who this is: RANK may count nodes' first ranks inside of srun too."""
+    """True if srun's numbers count, not RANK's: even inside srun, RANK may be the first rank of a node."""
     assert around.explicit is not None
     return around.step is not None and (
         around.explicit.world_size == around.step.world_size or around.master_address is None
@@ -129,7 +129,7 @@ def _is_srun_task(around: Surroundings) -> bool:
 def _plan_from_first_rank(
     around: Surroundings, explicit: ExplicitRank, wanted: int | None, nnodes: str | int | None, device_count: int
 ) -> LaunchPlan:
-    """RANK is this node's first rank: the number of workers turns it into a node's number."""
+    """Plan where RANK is this node's first rank: divided by the number of workers, it gives the node's number."""
     workers = wanted or explicit.local_world_size or device_count or 1
     rank, world_size = explicit.rank, explicit.world_size
     if world_size % workers or rank % workers:
@@ -153,7 +153,7 @@ def _plan_from_first_rank(
 
 
 def _plan_from_step(step: SlurmStep, workers: int, run_id: str) -> LaunchPlan:
-    """srun started one launcher per node."""
+    """Plan where srun started one launcher per node."""
     if step.world_size != step.num_nodes:
         raise EnvironmentSetupError(
             f"srun started {step.world_size} tasks on {step.num_nodes} nodes, and --nproc-per-node asks each to start "
@@ -193,7 +193,7 @@ def _parse_nnodes(nnodes: str | int | None) -> tuple[int, int]:
 
 
 def _parse_endpoint(endpoint: str) -> tuple[str, int]:
-    """`HOST`, `HOST:PORT` or `[IPv6]:PORT`."""
+    """Parse `HOST`, `HOST:PORT` or `[IPv6]:PORT`."""
     host, colon, port = endpoint.rpartition(":")
     if not colon or endpoint.endswith("]"):
         host, port = endpoint, str(DEFAULT_PORT)

@@ -1,4 +1,4 @@
-"""Joining the processes of a job into one group, and leaving it."""
+"""Joining and leaving the process group of a job."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from frameworm.launch.environment import (
     ProcessInfo,
     collective_timeout_s,
     detect,
+    ranks_per_gpu,
     read_surroundings,
+    seem_on_own_host,
 )
 from frameworm.launch.stores import PrefixStore, Store, first_line, open_store
+from frameworm.torch_private.distributed import abort_group, default_store
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -28,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass
 class _Membership:
-    """The group this process is in."""
+    """The group this process belongs to."""
 
     info: ProcessInfo
     store: Store
@@ -45,20 +48,20 @@ def setup_ddp(
 ) -> ProcessInfo:
     """Join the process group of this job.
 
-    Under torchrun and srun nothing needs to be given. Under `torch.multiprocessing.spawn`, rank and world size are
+    Under torchrun and srun no arguments are needed. Under `torch.multiprocessing.spawn`, rank and world size are
     enough: the processes find each other on a port that the system picks, unless MASTER_ADDR and MASTER_PORT are set.
 
     Args:
-        rank: This process's rank; from the environment unless given.
-        world_size: Number of processes; from the environment unless given.
-        backend: nccl, gloo, or auto: nccl when there are GPUs, else gloo.
-        timeout_s: Longest a collective may take; 600 unless given. NCCL_TIMEOUT wins over it.
+        rank: This process's rank; default: from the environment.
+        world_size: Number of processes; default: from the environment.
+        backend: nccl, gloo, or auto: nccl if there are GPUs, else gloo.
+        timeout_s: Longest time for a collective; default: 600. NCCL_TIMEOUT overrides it.
 
     Returns:
-        Who this process is.
+        This process's place in the job.
 
     Raises:
-        EnvironmentSetupError: The processes cannot find each other, or rank and world size make no sense.
+        EnvironmentSetupError: The processes cannot find each other, or rank and world size are invalid.
         DeviceError: There is no GPU for this rank.
     """
     if (rank is None) != (world_size is None):
@@ -94,15 +97,15 @@ def setup_ddp(
 def process_group(
     info: ProcessInfo | None = None, backend: str = "auto", timeout_s: float | None = None
 ) -> Iterator[ProcessInfo]:
-    """Be a member of the job's process group for a while; a group that was there before stays.
+    """Join the job's process group for the duration of a block; a group that already exists is kept.
 
     Args:
-        info: Who this process is; from the environment unless given.
+        info: This process's place; default: from the environment.
         backend: nccl, gloo or auto.
-        timeout_s: Longest a collective may take.
+        timeout_s: Longest time for a collective.
 
     Yields:
-        Who this process is.
+        This process's place in the job.
     """
     if dist.is_initialized():
         yield _check_current(info.rank if info else None, info.world_size if info else None)
@@ -110,8 +113,9 @@ def process_group(
     try:
         yield _join(info or detect(), backend, timeout_s)
     except Exception as error:
-        # Before the connections close: others fail of that at once, and whoever stops this process must find the cause.
-        from frameworm.launch.failures import report_error  # late: it brings torch's launcher along
+        # Before the connections close: then other ranks fail at once, and the launcher that stops this one needs the
+        # cause.
+        from frameworm.launch.failures import report_error  # late, because it imports torch's launcher
 
         report_error(error)
         cleanup(aborting=True)
@@ -123,11 +127,11 @@ def process_group(
 
 
 def cleanup(aborting: bool = False, wait_s: float = 5.0) -> None:
-    """Leave the process group; again and again does no harm.
+    """Leave the process group; calling it again is harmless.
 
     Args:
-        aborting: Another error is on its way: do not wait for collectives that nobody will answer.
-        wait_s: Longest wait; a group that cannot be left in that time is left to the end of the process.
+        aborting: Another error is being raised: do not wait for collectives that will never finish.
+        wait_s: Longest wait; after that the group is abandoned until the process ends.
     """
     global _membership
     _membership = None
@@ -135,9 +139,9 @@ def cleanup(aborting: bool = False, wait_s: float = 5.0) -> None:
         return
 
     def leave() -> None:
-        # In a dying process anything here may fail, and nothing of it matters beside the error that kills it.
+        # In a dying process anything here may fail, and it matters less than the original error.
         with contextlib.suppress(Exception):
-            abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+            abort = abort_group()
             if aborting and abort is not None and dist.get_backend() == "nccl":
                 abort()
             else:
@@ -153,16 +157,16 @@ def cleanup(aborting: bool = False, wait_s: float = 5.0) -> None:
 
 
 def shared_store(prefix: str) -> Store | None:
-    """A key-value store shared by the ranks, under a prefix of the caller's own; None outside of a group."""
+    """Return a key-value store shared by the ranks, under the caller's own prefix; None outside a group."""
     if _membership is not None:
         return PrefixStore(prefix, _membership.store)
     if not is_distributed():
         return None
-    return PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    return PrefixStore(prefix, default_store())
 
 
 def is_distributed() -> bool:
-    """Whether this process trains together with others."""
+    """True if this process trains together with others."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -176,7 +180,7 @@ def all_reduce_sums(values: list[float], device: torch.device | str = "cpu") -> 
     """Sum each value over the ranks, in double precision.
 
     Args:
-        values: One number per sum, as many on every rank.
+        values: The numbers to sum; equally many on every rank.
         device: Where the backend works: the rank's GPU for nccl, the CPU for gloo.
 
     Returns:
@@ -190,7 +194,7 @@ def all_reduce_sums(values: list[float], device: torch.device | str = "cpu") -> 
 
 
 def all_reduce_max(value: float, device: torch.device | str = "cpu") -> float:
-    """The largest value among the ranks; `device` as for `all_reduce_sums`."""
+    """Return the largest value among the ranks; `device` as for `all_reduce_sums`."""
     if not is_distributed():
         return value
     largest = torch.tensor(value, dtype=torch.float64, device=device)
@@ -199,7 +203,7 @@ def all_reduce_max(value: float, device: torch.device | str = "cpu") -> float:
 
 
 def broadcast_object(obj: T, source: int = 0) -> T:
-    """Give every rank the object of one rank; what the others pass is ignored."""
+    """Return one rank's object on every rank; what the others pass is ignored."""
     if not is_distributed():
         return obj
     held: list[Any] = [obj]
@@ -209,7 +213,7 @@ def broadcast_object(obj: T, source: int = 0) -> T:
 
 
 def gather_objects(obj: T) -> list[T] | None:
-    """Collect one object per rank on rank 0, in order of rank; None on the others."""
+    """Collect one object per rank on rank 0, in rank order; None on the others."""
     if not is_distributed():
         return [obj]
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -218,7 +222,7 @@ def gather_objects(obj: T) -> list[T] | None:
 
 
 def _check_current(rank: int | None, world_size: int | None) -> ProcessInfo:
-    """The group is there already: it must be the one that is asked for."""
+    """Check that the existing group is the requested one, and return this process's place in it."""
     current = (dist.get_rank(), dist.get_world_size())
     if rank is not None and (rank, world_size) != current:
         raise EnvironmentSetupError(
@@ -258,7 +262,7 @@ def _join(info: ProcessInfo, backend: str, timeout_s: float | None) -> ProcessIn
 
 
 def _choose_backend(backend: str, info: ProcessInfo) -> tuple[str, torch.device | None]:
-    """The backend, and for nccl this rank's GPU, which becomes the current one."""
+    """Return the backend and, for nccl, this rank's GPU, which becomes the current device."""
     if backend not in ("auto", "nccl", "gloo"):
         raise EnvironmentSetupError(f"backend {backend!r} is not one of auto, nccl, gloo")
     device_count = torch.cuda.device_count() if dist.is_nccl_available() else 0
@@ -276,4 +280,6 @@ def _choose_backend(backend: str, info: ProcessInfo) -> tuple[str, torch.device 
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
+    if ranks_per_gpu() > 1:
+        seem_on_own_host(info.rank)
     return backend, device

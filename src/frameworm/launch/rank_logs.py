@@ -13,12 +13,12 @@ from frameworm.records.atomic import open_to_append
 
 
 def log_file(folder: Path, rank: int) -> Path:
-    """The file of a rank."""
+    """Return the log file of a rank."""
     return folder / f"rank-{rank:05d}.log"
 
 
 def write_to_log_of(rank: int, world_size: int, folder: Path) -> None:
-    """Send all that this process writes from now on, also what its libraries write, to the end of its rank's file.
+    """Append everything this process writes from now on, including its libraries' output, to its rank's log file.
 
     Raises:
         EnvironmentSetupError: The file cannot be written.

@@ -1,4 +1,4 @@
-"""Where the launchers of a job's nodes meet before they start their workers."""
+"""How the launchers of a job's nodes meet before they start their workers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from frameworm.launch.stores import PrefixStore, Store, TCPStore, first_line, ho
 
 _STORE_TIMEOUT = timedelta(seconds=60)
 _SAY_AFTER_S = 15.0
-_LAST_CALL_S = 10  # how long a job that could begin waits for further nodes
-_KEEP_ALIVE_S = 2  # a node that was not heard of for three of these is gone
+_LAST_CALL_S = 10  # how long a job that could start waits for further nodes
+_KEEP_ALIVE_S = 2  # a node that is silent for three of these is gone
 
 
 def make_rendezvous(plan: LaunchPlan, join_timeout_s: float) -> RendezvousHandler:
-    """The handler that torch's agent uses for this plan."""
+    """Return the rendezvous handler that torch's agent uses for this plan."""
     if plan.rendezvous == "c10d":
         return _elastic_rendezvous(plan, join_timeout_s)
     return FixedRendezvous(plan, join_timeout_s)
@@ -43,21 +43,20 @@ def _longest_wait_for_an_answer(join_timeout_s: float) -> float:
 
 
 def new_run_id(plan: LaunchPlan) -> str:
-    """An id that no other launch has."""
+    """Return an id that no other launch has."""
     return f"{RUN_ID_PREFIX}{plan.run_id}-{secrets.token_hex(8)}"
 
 
 def _common_run_id(store: Store, plan: LaunchPlan) -> str:
-    """The id that the first launcher at this store gave the job; processes of an earlier job have another."""
+    """The id that the first launcher at this store gave the job; it differs from that of an earlier job."""
     return store.compare_set(f"run-id-{plan.run_id}", "", new_run_id(plan)).decode()
 
 
 class FixedRendezvous(RendezvousHandler):
-    """A known number of nodes with known numbers; the first one's launcher hosts the store for all workers.
+    """A fixed number of nodes with known ranks; the first node's launcher hosts the store for all workers.
 
-    On one node, each round gets a new store on a port that the system picks: nothing to collide with, and restarted
-    workers cannot find what the dead ones left. On several nodes the port is known beforehand, and rounds differ by
-    prefix.
+    On one node, each round gets a new store on a port that the system picks: nothing can collide, and restarted workers
+    do not see values of dead ones. On several nodes the port is fixed in advance, and rounds differ by prefix.
     """
 
     def __init__(self, plan: LaunchPlan, join_timeout_s: float) -> None:
@@ -71,12 +70,12 @@ class FixedRendezvous(RendezvousHandler):
         self._round = 0
 
     def get_backend(self) -> str:
-        """Name of the kind of rendezvous."""
+        """Name of the rendezvous backend."""
         return "static"
 
     @property
     def use_agent_store(self) -> bool:
-        """The workers are clients of the launcher's store."""
+        """True: the workers are clients of the launcher's store."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -116,7 +115,7 @@ class FixedRendezvous(RendezvousHandler):
             ) from error
 
     def _wait_for_listener(self, address: str, port: int) -> None:
-        """Knock until the first node answers; in Python, so that Ctrl-C works meanwhile."""
+        """Retry until the first node answers; in Python, so that Ctrl-C works meanwhile."""
         wait = _Wait(self._join_timeout_s, f"the first node to listen on {address}:{port}")
         while True:
             try:
@@ -132,7 +131,7 @@ class FixedRendezvous(RendezvousHandler):
                 time.sleep(0.3)
 
     def _meet(self, store: Store) -> None:
-        """Wait until every node has come, and check that all mean the same job."""
+        """Wait until every node has arrived, and check that all expect the same job."""
         plan = self._plan
         if store.add(f"claimed-{self._node_rank}", 1) > 1:
             raise EnvironmentSetupError(
@@ -164,27 +163,27 @@ class FixedRendezvous(RendezvousHandler):
                 )
 
     def is_closed(self) -> bool:
-        """A fixed rendezvous stays open."""
+        """Return False: a fixed rendezvous stays open."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
     def num_nodes_waiting(self) -> int:
-        """Nodes that have come to the next round: their workers have failed, and ours wait for them in vain."""
+        """Return how many nodes wait in the next round: their workers have failed, and ours would wait in vain."""
         if self._plan.max_nodes == 1 or self._store is None:
             return 0
         try:
             return PrefixStore(f"launch-{self._round}", self._store).add("come", 0)
         except DistError:
-            return 0  # the first node is gone; this node's workers are about to notice
+            return 0  # the first node is gone; this node's workers will notice soon
 
     def get_run_id(self) -> str:
-        """Id of the job."""
+        """Return the id of the job."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Let nobody wait for this node any longer."""
+        """Tell the other nodes not to wait for this one any longer."""
         if self._plan.max_nodes > 1 and self._store is not None:
             with contextlib.suppress(DistError):
                 self._store.set("closed", "1")
@@ -192,7 +191,7 @@ class FixedRendezvous(RendezvousHandler):
 
 
 class _Wait:
-    """A deadline, and a word on stderr when it takes long."""
+    """A deadline that prints a message to stderr if waiting takes long."""
 
     def __init__(self, timeout_s: float, what: str) -> None:
         self._start = time.monotonic()
@@ -211,15 +210,15 @@ class _Wait:
 def _elastic_rendezvous(plan: LaunchPlan, join_timeout_s: float) -> RendezvousHandler:
     """torch's own rendezvous for nodes that come and go.
 
-    Told by an IP address, torch would have no node host the store, and workers would look for each other by host name;
-    so both are settled here.
+    If the endpoint is an IP address, torch would not let any node host the store, and workers would look for each other
+    by host name. So both are decided here.
     """
     address, port = plan.master_address, plan.master_port
     answer_s = _longest_wait_for_an_answer(join_timeout_s)
     local_address = address_towards(address)
     store: TCPStore | None = None
     if plan.node_rank == 0 if plan.node_rank is not None else is_own_address(address):
-        # Of several launchers on one machine, the second finds the port taken by the first and joins it.
+        # If several launchers run on one machine, the second finds the port taken by the first and joins it.
         with contextlib.suppress(OSError):
             store = host_store(address, port, _STORE_TIMEOUT)
     if store is None:
@@ -248,7 +247,7 @@ def _elastic_rendezvous(plan: LaunchPlan, join_timeout_s: float) -> RendezvousHa
 
 
 def is_own_address(host: str) -> bool:
-    """Whether a host name or address is this machine."""
+    """True if a host name or address is this machine."""
     try:
         wanted = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError as error:
@@ -257,7 +256,7 @@ def is_own_address(host: str) -> bool:
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on the way to a host; no packet is sent."""
+    """Return this machine's address on the route to a host; no packet is sent."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:

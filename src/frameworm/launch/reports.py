@@ -1,7 +1,7 @@
-"""Ranks that report to rank 0 and hear its verdict, without a collective.
+"""Ranks report to rank 0 and get its decision, without a collective.
 
-Collectives of a background thread could mix with those of training. A key-value store has no such order, and a rank
-that never reports costs a wait that ends.
+Collectives from a background thread could interleave with those of training. A key-value store has no such order, and
+a rank that never reports only costs a bounded wait.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
 
 
 class RankReports:
-    """Rounds in which every rank hands rank 0 a text, and rank 0 hands every rank one back.
+    """Rounds in which every rank sends a text to rank 0, and rank 0 returns one text to all.
 
     Args:
-        store: A store shared by the ranks, under a prefix of its own; None with one process.
+        store: A store shared by the ranks, under its own prefix; None with one process.
         rank: This rank.
         world_size: Number of ranks.
         limit_s: Longest wait for the others.
@@ -37,7 +37,7 @@ class RankReports:
         self._local: dict[str, str] = {}
 
     def report(self, number: int, text: str) -> None:
-        """Hand in this rank's text of a round.
+        """Send this rank's text for a round.
 
         Raises:
             RuntimeError: The store is gone.
@@ -45,7 +45,7 @@ class RankReports:
         self._put(f"{number}/rank-{self.rank}", text)
 
     def collect(self, number: int) -> list[str]:
-        """The texts of all ranks, on rank 0.
+        """Return the texts of all ranks, on rank 0.
 
         Raises:
             TimeoutError: Some ranks did not report; the message names them.
@@ -54,11 +54,11 @@ class RankReports:
         keys = [f"{number}/rank-{rank}" for rank in range(self.world_size)]
         if not self._wait(lambda: self._has(keys)):
             missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._has([key]))
-            raise TimeoutError(f"nothing was heard of rank {missing}")
+            raise TimeoutError(f"nothing was heard from rank {missing}")
         return [self._take(key) for key in keys]
 
     def decide(self, number: int, text: str) -> None:
-        """Rank 0's verdict of a round, for the others.
+        """Publish rank 0's decision in a round.
 
         Raises:
             RuntimeError: The store is gone.
@@ -67,7 +67,7 @@ class RankReports:
             self._put(f"{number}/verdict", text)
 
     def verdict(self, number: int) -> str:
-        """What rank 0 decided.
+        """Return rank 0's decision in a round.
 
         Raises:
             TimeoutError: Rank 0 did not decide.
@@ -75,22 +75,22 @@ class RankReports:
         """
         key = f"{number}/verdict"
         if not self._wait(lambda: self._has([key])):
-            raise TimeoutError("nothing was heard of rank 0")
+            raise TimeoutError("nothing was heard from rank 0")
         return self._take(key, leave=True)
 
     def give_up(self) -> None:
-        """Another error is on its way: from now on nobody is waited for longer than a few seconds."""
+        """Another error is being raised: from now on, wait only a few seconds for other ranks."""
         self._given_up_at = time.monotonic()
 
     def _put(self, key: str, text: str) -> None:
         if self._store is None:
             self._local[key] = text
             return
-        content = json.dumps(text)  # ASCII: a character is a byte
+        content = json.dumps(text)  # ASCII, so a character is a byte
         chunks = [content[place : place + CHUNK_BYTES] for place in range(0, len(content), CHUNK_BYTES)]
         for place, chunk in enumerate(chunks):
             self._store.set(f"{key}/{place}", chunk)
-        self._store.set(key, str(len(chunks)))  # last: whoever sees it finds the others
+        self._store.set(key, str(len(chunks)))  # last, so that a reader who sees it finds the chunks
 
     def _has(self, keys: list[str]) -> bool:
         return all(key in self._local for key in keys) if self._store is None else bool(self._store.check(keys))
@@ -105,7 +105,7 @@ class RankReports:
         return content
 
     def _wait(self, there: Callable[[], bool]) -> bool:
-        """Until it is there (true) or time is up."""
+        """Wait until `there` returns true; False if time is up."""
         deadline = time.monotonic() + self._limit_s
         pause_s = _FIRST_PAUSE_S
         while not there():

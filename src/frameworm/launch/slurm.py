@@ -1,4 +1,4 @@
-"""The text of a SLURM batch script that trains a config: a pure function of a typed request."""
+"""Builds the text of a SLURM batch script that trains a config: a pure function of a typed request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SlurmLauncher = Literal["torchrun", "srun"]
 DEFAULT_CPUS_PER_WORKER = 8
 DEFAULT_SIGNAL_BEFORE_S = 120
 
-# Between the workers' last chance to save and the end of the job's time: the launchers and the script must end too.
+# Between the workers' last chance to save and the job's time limit, the launchers and the script must end too.
 _MARGIN_S = 20
 _SHORTEST_SIGNAL_S = 30
 
@@ -24,41 +24,41 @@ _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*")
 
 
 class WorkersOnNodes:
-    """How many processes a job has that is asked for by nodes and GPUs."""
+    """The number of processes of a job that is requested by nodes and GPUs."""
 
     nodes: int
     gpus_per_node: int
 
     @property
     def workers_per_node(self) -> int:
-        """Processes that train on each node."""
+        """Training processes per node."""
         return max(1, self.gpus_per_node)
 
     @property
     def world_size(self) -> int:
-        """Processes that train."""
+        """Training processes in total."""
         return self.nodes * self.workers_per_node
 
 
 @dataclass(frozen=True)
 class SlurmJob(WorkersOnNodes):
-    """What a batch script is to ask for and to run.
+    """What a batch script should request and run.
 
     Attributes:
-        config: Path of the config, as seen from the folder in which the job is submitted.
-        name: Name of the job and of its run folder; characters beside letters, digits and `._-` become `_`.
+        config: Path of the config, relative to the folder in which the job is submitted.
+        name: Name of the job and of its run folder; characters other than letters, digits and `._-` become `_`.
         nodes: Number of nodes.
-        gpus_per_node: GPUs, and workers, on each node; with 0 one worker per node computes on the CPU.
+        gpus_per_node: GPUs, and workers, per node; with 0, one worker per node runs on the CPU.
         launcher: `torchrun`: one task per node starts the node's workers. `srun`: each task is a worker.
-        cpus_per_task: Processors of each task; None for 8 per worker.
-        time: Longest run time as SLURM writes it (`12:00:00`, `2-00`); None for the partition's own.
+        cpus_per_task: Processors per task; None for 8 per worker.
+        time: Time limit in SLURM's format (`12:00:00`, `2-00`); None for the partition's default.
         partition: Partition; None for the cluster's default.
         account: Account to charge.
         modules: Environment modules to load, in order.
-        venv: Virtual environment to activate; None for what is on the submitting shell's PATH.
-        signal_before_s: Seconds before the end of the time at which training saves and goes back into the queue.
-        settings: `--set` of the training.
-        command: The command line that made the script, for its first lines.
+        venv: Virtual environment to activate; None for the PATH of the submitting shell.
+        signal_before_s: Seconds before the time limit at which training saves and is requeued.
+        settings: `--set` options of the training.
+        command: The command line that wrote the script, for its first lines.
     """
 
     config: str
@@ -78,26 +78,26 @@ class SlurmJob(WorkersOnNodes):
 
     @property
     def tasks_per_node(self) -> int:
-        """What srun starts on each node."""
+        """Tasks that srun starts on each node."""
         return self.workers_per_node if self.launcher == "srun" else 1
 
     @property
     def safe_name(self) -> str:
-        """The name with only characters that mean nothing to SLURM, a shell or a file system."""
+        """The name, reduced to characters that have no special meaning to SLURM, a shell or a file system."""
         return re.sub(r"[^A-Za-z0-9._-]", "_", self.name).lstrip("-.") or "frameworm"
 
 
 def batch_script(job: SlurmJob) -> str:
-    """Write the batch script.
+    """Return the text of the batch script.
 
     Args:
-        job: What to ask for and to run.
+        job: What to request and to run.
 
     Returns:
-        The script; bash, strict.
+        A bash script in strict mode.
 
     Raises:
-        EnvironmentSetupError: A value cannot be part of such a script, or makes no sense.
+        EnvironmentSetupError: A value is invalid or cannot be part of a script.
     """
     check(job)
     parts = [_head(job), _SETUP.replace("@NAME@", job.safe_name)]
@@ -112,7 +112,7 @@ def batch_script(job: SlurmJob) -> str:
 
 
 def check(job: SlurmJob) -> None:
-    """Refuse what cannot be written into a script safely.
+    """Refuse values that cannot be written into a script safely.
 
     Raises:
         EnvironmentSetupError: Names the option.
@@ -147,7 +147,7 @@ def check(job: SlurmJob) -> None:
 
 
 def _head(job: SlurmJob) -> str:
-    """What sbatch reads."""
+    """The directives that sbatch reads."""
     cpus = job.cpus_per_task or DEFAULT_CPUS_PER_WORKER * job.workers_per_node // job.tasks_per_node
     directives = [
         f"job-name={job.safe_name}",
@@ -188,7 +188,7 @@ def _threads(job: SlurmJob) -> str:
 
 
 def _command(job: SlurmJob) -> str:
-    """The step: srun and what each of its tasks runs, one option per line."""
+    """The srun command of the step, one option per line."""
     settings = (["gpu.device=cpu"] if job.gpus_per_node == 0 else []) + list(job.settings)
     lines = [
         f'srun --cpus-per-task="$cpus" --wait={max(60, job.signal_before_s)}',
@@ -274,7 +274,7 @@ if [ "$told" = 1 ] && { [ "$code" -eq 75 ] || [ "$code" -eq 138 ]; }; then
   # 75: saved. 138: the signal came before there was anything to save.
   echo "$(date '+%F %T') stopped in time: back into the queue"
   if scontrol requeue "$SLURM_JOB_ID"; then exit 0; fi
-  echo "the job cannot be requeued; go on by hand with: --out $run --resume auto" >&2
+  echo "the job cannot be requeued; continue by hand with: --out $run --resume auto" >&2
 elif [ "$code" -ne 0 ]; then
   { grep -lE 'Traceback|Error|^frameworm: ' "$logs"/rank-*.log 2>/dev/null || true; } | head -n 4 |
     while IFS= read -r file; do

@@ -1,7 +1,7 @@
-"""What SLURM tells a process: its place in a step, and where the variables contradict each other.
+"""What SLURM tells a process: its place in a step, and contradictions between the variables.
 
-SLURM's variables are inherited: by a shell inside an allocation, by a script that was started from one, by ssh. A task
-that believes half of them waits for ranks that never come, so what does not fit together is refused beforehand.
+SLURM's variables are inherited by a shell inside an allocation, by a script started from one, and by ssh. A task that
+believes a stale one waits for ranks that never come, so contradictions are refused beforehand.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from frameworm.errors import EnvironmentSetupError
 from frameworm.launch.hostlist import expand_hostlist
 from frameworm.launch.variables import check_below, integer, required
 
-# SLURM numbers its batch script, interactive shell and the like from here on: they are steps, but not srun's.
+# From this number on, SLURM's steps are its batch script, interactive shell and the like, not srun's.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
-# Below the range from which Linux takes ports for outgoing connections, so that none of those is in the way.
+# Below Linux's range of ports for outgoing connections, so that none of those can be in the way.
 FIRST_DERIVED_PORT, DERIVED_PORTS, PORTS_PER_JOB = 20000, 12768, 31
 
 _MEMORY = ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE")
@@ -26,7 +26,7 @@ _MEMORY = ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE")
 
 @dataclass(frozen=True)
 class SlurmStep:
-    """What srun tells a task of its step."""
+    """What srun tells a task about its step."""
 
     rank: int
     local_rank: int
@@ -42,17 +42,17 @@ class Contradiction(NamedTuple):
     """Variables that cannot all be true."""
 
     variables: tuple[str, ...]
-    text: str  # names them with their values, and says what to do
+    text: str  # names them with their values and says what to do
 
 
 def contradictions(environment: Mapping[str, str]) -> list[Contradiction]:
-    """Where SLURM's variables contradict each other, or those of a launcher beside them.
+    """Find contradictions among SLURM's variables, or between them and a launcher's.
 
     Args:
         environment: All variables of the process.
 
     Returns:
-        One entry per contradiction, the most telling first; none outside of SLURM.
+        One entry per contradiction, the most informative first; empty outside SLURM.
     """
     if not any(name.startswith("SLURM_") for name in environment):
         return []
@@ -60,14 +60,14 @@ def contradictions(environment: Mapping[str, str]) -> list[Contradiction]:
     for check in _CHECKS:
         try:
             found += check(environment)
-        except EnvironmentSetupError as error:  # a number or a list that cannot be read; each is told once
+        except EnvironmentSetupError as error:  # an unreadable number or list, reported once
             names = tuple(dict.fromkeys(re.findall(r"\bSLURM_\w+|\bRANK\b|\bWORLD_SIZE\b", str(error))))
             found.append(Contradiction(names, str(error)))
     return list({item.text: item for item in found}.values())
 
 
 def refuse_contradictions(environment: Mapping[str, str]) -> None:
-    """Stop where the variables contradict each other.
+    """Raise an error if the variables contradict each other.
 
     Raises:
         EnvironmentSetupError: All contradictions, one per line.
@@ -78,13 +78,13 @@ def refuse_contradictions(environment: Mapping[str, str]) -> None:
 
 
 def is_step(environment: Mapping[str, str]) -> bool:
-    """Whether this is a task of srun; a batch script or an allocation's shell is none."""
+    """True if this is a task of srun; a batch script or an allocation's shell is not."""
     step_id = integer(environment, "SLURM_STEP_ID")
     return step_id is not None and step_id < _FIRST_SPECIAL_STEP and bool(environment.get("SLURM_PROCID"))
 
 
 def slurm_step(variables: Mapping[str, str], address: str | None, port: int | None) -> SlurmStep | None:
-    """The srun task this process is, if it is one; MASTER_ADDR and MASTER_PORT win over what is derived."""
+    """Return the srun task that this process is, if any; MASTER_ADDR and MASTER_PORT override derived values."""
     if not is_step(variables):
         return None
     refuse_contradictions(variables)
@@ -127,12 +127,12 @@ def slurm_step(variables: Mapping[str, str], address: str | None, port: int | No
 
 
 def derived_port(job_id: int, step_id: int) -> int:
-    """A port that every task of a step computes alike, and that neighbouring jobs and steps do not share."""
+    """Return a port that every task of a step derives alike, and that neighbouring jobs and steps do not share."""
     return FIRST_DERIVED_PORT + (job_id * PORTS_PER_JOB + step_id) % DERIVED_PORTS
 
 
 def _hosts(text: str, name: str) -> list[str]:
-    """The hosts of a variable's list, which an error names."""
+    """Expand the host list of a variable; errors name the variable."""
     try:
         return expand_hostlist(text)
     except EnvironmentSetupError as error:
@@ -144,7 +144,7 @@ def _tasks_name(variables: Mapping[str, str]) -> str:
 
 
 def _tasks_per_node(variables: Mapping[str, str]) -> list[int]:
-    """SLURM's `2(x3),1` written out; empty where it is unset or written otherwise."""
+    """Expand SLURM's `2(x3),1`; empty if it is unset or in another format."""
     counts: list[int] = []
     for part in (variables.get("SLURM_STEP_TASKS_PER_NODE") or "").split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -155,7 +155,7 @@ def _tasks_per_node(variables: Mapping[str, str]) -> list[int]:
 
 
 def _place_in_step(variables: Mapping[str, str]) -> Iterator[Contradiction]:
-    """This task's numbers against the step's."""
+    """Check this task's numbers against the step's."""
     if not is_step(variables):
         return
     tasks_name = _tasks_name(variables)
@@ -170,7 +170,7 @@ def _place_in_step(variables: Mapping[str, str]) -> Iterator[Contradiction]:
 
 
 def _tasks_and_nodes(variables: Mapping[str, str]) -> Iterator[Contradiction]:
-    """The tasks of each node against the number of tasks and of nodes."""
+    """Check the tasks per node against the numbers of tasks and nodes."""
     counts = _tasks_per_node(variables)
     if not counts or not is_step(variables):
         return
@@ -187,7 +187,7 @@ def _tasks_and_nodes(variables: Mapping[str, str]) -> Iterator[Contradiction]:
 
 
 def _lists_and_counts(variables: Mapping[str, str]) -> Iterator[Contradiction]:
-    """Each list of nodes against the number of nodes it should have."""
+    """Check each list of nodes against its number of nodes."""
     pairs = (("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES"), ("SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES"))
     for list_name, count_name in pairs:
         text, count = variables.get(list_name), integer(variables, count_name, minimum=1)
@@ -201,7 +201,7 @@ def _lists_and_counts(variables: Mapping[str, str]) -> Iterator[Contradiction]:
 
 
 def _step_within_job(variables: Mapping[str, str]) -> Iterator[Contradiction]:
-    """A step runs on nodes of its job."""
+    """Check that a step runs on nodes of its job."""
     step, job = variables.get("SLURM_STEP_NODELIST"), variables.get("SLURM_JOB_NODELIST")
     if not step or not job or not is_step(variables):
         return
@@ -215,7 +215,7 @@ def _step_within_job(variables: Mapping[str, str]) -> Iterator[Contradiction]:
 
 
 def _two_names(variables: Mapping[str, str]) -> Iterator[Contradiction]:
-    """Old and new names of one thing."""
+    """Check old against new names of the same value."""
     for new, old in (
         ("SLURM_JOB_ID", "SLURM_JOBID"),
         ("SLURM_STEP_ID", "SLURM_STEPID"),
@@ -230,7 +230,7 @@ def _two_names(variables: Mapping[str, str]) -> Iterator[Contradiction]:
 
 
 def _rank_beside(variables: Mapping[str, str]) -> Iterator[Contradiction]:
-    """RANK and WORLD_SIZE of a launch script, where they count what srun counts."""
+    """Check RANK and WORLD_SIZE of a launch script against srun, if they count the same processes."""
     if not is_step(variables) or variables.get("LOCAL_RANK"):
         return
     rank, world_size = integer(variables, "RANK"), integer(variables, "WORLD_SIZE")
@@ -244,7 +244,7 @@ def _rank_beside(variables: Mapping[str, str]) -> Iterator[Contradiction]:
 
 
 def _meeting_place(variables: Mapping[str, str]) -> Iterator[Contradiction]:
-    """A MASTER_ADDR that is a node of the step, but not the one that has rank 0."""
+    """Check that MASTER_ADDR, if it is a node of the step, is the one with rank 0."""
     nodes, address = variables.get("SLURM_STEP_NODELIST"), variables.get("MASTER_ADDR")
     if not nodes or not address or not is_step(variables) or variables.get("SLURM_DISTRIBUTION") == "arbitrary":
         return
@@ -258,7 +258,7 @@ def _meeting_place(variables: Mapping[str, str]) -> Iterator[Contradiction]:
 
 
 def _memory_said_twice(variables: Mapping[str, str]) -> Iterator[Contradiction]:
-    """srun refuses to start with more than one of these."""
+    """Check that at most one of these is set, because otherwise srun refuses to start."""
     said = tuple(name for name in _MEMORY if variables.get(name))
     if len(said) > 1:
         values = " and ".join(f"{name}={variables[name]}" for name in said)
@@ -266,7 +266,7 @@ def _memory_said_twice(variables: Mapping[str, str]) -> Iterator[Contradiction]:
 
 
 def _gpus(variables: Mapping[str, str]) -> Iterator[Contradiction]:
-    """More GPUs named than SLURM has given."""
+    """Check that no more GPUs are named than SLURM has given."""
     given, visible = integer(variables, "SLURM_GPUS_ON_NODE"), variables.get("CUDA_VISIBLE_DEVICES")
     if given is None or not visible:
         return

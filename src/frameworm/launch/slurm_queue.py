@@ -1,4 +1,4 @@
-"""Submitting a batch script and following the job: its states, its log, its end."""
+"""Submits a batch script and follows the job: its states, its log, its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Ask = Callable[[list[str], str], "subprocess.CompletedProcess[str]"]
 
 POLL_S = 1.0
 _COMMAND_LIMIT_S = 60.0
-# A controller that restarts answers nobody for a while; the job does not mind.
+# A restarting controller does not answer for a while; that does not affect the job.
 _SILENCE_LIMIT_S = 120.0
 _LAST_READ_S = 1.0
 
@@ -36,24 +36,24 @@ _ENDED = frozenset(
 
 
 class JobState(NamedTuple):
-    """What the controller knows of a job."""
+    """What the controller knows about a job."""
 
     state: str
     reason: str
     nodes: str
-    exit_status: int  # as the script returned it
+    exit_status: int  # as returned by the script
     signal: int  # that ended the script; 0: none
     restarts: int
     log: Path | None
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen."""
+        """True if the job is over."""
         return self.state in _ENDED
 
     @property
     def exit_code(self) -> int:
-        """The job's exit code as a shell would have it; never 0 for a job that did not complete."""
+        """The job's exit code as a shell would report it; never 0 unless the job completed."""
         if self.exit_status:
             return self.exit_status
         if self.signal:
@@ -61,18 +61,18 @@ class JobState(NamedTuple):
         return 0 if self.state == "COMPLETED" else 1
 
     def __str__(self) -> str:
-        """The state in a few words."""
+        """Describe the state in a few words."""
         details = self.nodes if self.state == "RUNNING" else self.reason
         restarts = f", attempt {self.restarts}" if self.restarts else ""
         return f"{self.state.lower()}{restarts}" + (f" ({details})" if details not in ("", "None", "(null)") else "")
 
 
 class QueueError(EnvironmentSetupError):
-    """SLURM's commands are missing or refuse."""
+    """SLURM's commands are missing or refuse the request."""
 
 
 class JobLostError(EnvironmentSetupError):
-    """The controller no longer knows the job, so that its end is unknown."""
+    """The controller no longer knows the job, so its outcome is unknown."""
 
     exit_code = 3
 
@@ -80,7 +80,7 @@ class JobLostError(EnvironmentSetupError):
 def ask_slurm(command: list[str], text: str = "") -> subprocess.CompletedProcess[str]:
     """Run one of SLURM's commands; the default of `Ask`."""
     try:
-        # A session of its own: Ctrl-C is for the one who follows, not for a command half-way through.
+        # In its own session, so that Ctrl-C reaches only us and not a command half-way through.
         return subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=_COMMAND_LIMIT_S, start_new_session=True
         )
@@ -97,13 +97,13 @@ def submit(script: str, ask: Ask = ask_slurm) -> int:
 
     Args:
         script: The script's text.
-        ask: Runs a command of SLURM's with a text on its standard input.
+        ask: Runs a SLURM command with a text on its standard input.
 
     Returns:
         The job's number.
 
     Raises:
-        QueueError: sbatch is missing or refuses; its own words are in the message.
+        QueueError: sbatch is missing or refuses; the message contains its output.
     """
     answer = ask(["sbatch", "--parsable"], script)
     number = re.match(r"\d+", answer.stdout)
@@ -114,7 +114,7 @@ def submit(script: str, ask: Ask = ask_slurm) -> int:
 
 
 def parse_job(text: str, job_id: int) -> JobState:
-    """Read what `scontrol show job` prints."""
+    """Parse the output of `scontrol show job`."""
 
     def find(pattern: str) -> str:
         match = re.search(pattern, text, re.MULTILINE)
@@ -140,20 +140,20 @@ def follow(
     ask: Ask = ask_slurm,
     poll_s: float = POLL_S,
 ) -> JobState:
-    """Tell of a job's states and of what it writes until it ends; requeues are not ends.
+    """Report a job's states and its log until it ends; being requeued does not end it.
 
     Args:
         job_id: The job.
-        on_state: Gets each new state.
-        on_text: Gets what has been added to the job's log.
-        ask: Runs a command of SLURM's.
-        poll_s: Seconds between looks.
+        on_state: Called with each new state.
+        on_text: Called with each addition to the job's log.
+        ask: Runs a SLURM command.
+        poll_s: Seconds between polls.
 
     Returns:
         The last state.
 
     Raises:
-        JobLostError: The controller does not know the job, or has been silent for long.
+        JobLostError: The controller does not know the job, or has been silent for too long.
     """
     told = ""
     position = 0
@@ -174,7 +174,7 @@ def follow(
             told = str(job)
             on_state(job)
         if job.ended:
-            time.sleep(min(poll_s, _LAST_READ_S))  # the last lines may be on their way from another machine
+            time.sleep(min(poll_s, _LAST_READ_S))  # the last lines may still be on their way from another machine
         position = _read_on(job.log, position, on_text)
         if job.ended:
             return job
@@ -182,7 +182,7 @@ def follow(
 
 
 def _read_on(log: Path | None, position: int, on_text: Callable[[str], None]) -> int:
-    """Hand on what a log has got since; a log that is not there yet, or not on this machine, has nothing."""
+    """Pass on what was added to a log; one that does not exist, or not on this machine, counts as empty."""
     if log is None:
         return position
     try:

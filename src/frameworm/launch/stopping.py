@@ -1,8 +1,8 @@
-"""Stopping in good order: signals (or the watch over memory) ask, and all ranks agree on one step to stop before.
+"""Orderly stopping: signals (or the memory guard) request it, and all ranks agree on one step to stop before.
 
-A signal may reach one rank only, and ranks are a little apart in time. A rank that stopped at once would leave the
-others waiting in a collective for ever. So a rank that knows of the request posts the step it is about to run, goes on
-training, and once every rank has posted, all stop before the same later step.
+A signal may reach only one rank, and ranks are slightly apart in time. A rank that stopped at once would leave the
+others waiting in a collective forever. So a rank that knows of the request posts the step it is about to run and
+continues training. Once every rank has posted, all stop before the same later step.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _REASONS: dict[signal.Signals, StopReason] = {
 
 
 def end_at_once_on_interrupt() -> None:
-    """Let SIGINT end this process right away until training begins and `StopRequest` takes over.
+    """Let SIGINT end this process at once until training begins and `StopRequest` takes over.
 
-    A worker that waits for the others in a library call would not get to Python's own handler, and there is nothing to
+    While a worker waits for the others in a library call, Python's own handler would not run, and there is nothing to
     save yet.
     """
     if threading.current_thread() is threading.main_thread():
@@ -48,7 +48,7 @@ class StopStore(Protocol):
 
 
 class _Part:
-    """A store under a prefix of its own."""
+    """A store under its own prefix."""
 
     def __init__(self, store: StopStore, name: str) -> None:
         self._store = store
@@ -65,10 +65,10 @@ class _Part:
 
 
 class StopRequest:
-    """Turns SIGINT, SIGTERM and SIGUSR1 into a wish that the training loop asks for at step boundaries.
+    """Turns SIGINT, SIGTERM and SIGUSR1 into a request that the training loop checks between steps.
 
-    A context manager: handlers are in place inside of it, in the main thread only. A second SIGINT raises
-    KeyboardInterrupt at once, for those who do not want to wait for a checkpoint.
+    As a context manager, it installs the handlers in the main thread. A second SIGINT raises KeyboardInterrupt at once,
+    for users who do not want to wait for a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -79,13 +79,13 @@ class StopRequest:
         self._before: dict[signal.Signals, object] = {}
 
     def ask(self, reason: StopReason, detail: str = "") -> None:
-        """Ask for a stop; the first reason stays, with a sentence about it if there is one."""
+        """Request a stop; the first reason is kept, with its optional explanation."""
         if self.reason is None:
             self.reason, self.detail, self._asked_at = reason, detail, time.monotonic()
 
     @property
     def asked_s_ago(self) -> float:
-        """Seconds since the stop was asked for; zero where it was not, or by another rank."""
+        """Seconds since the stop was requested; zero if it was not, or was requested by another rank."""
         return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     def __enter__(self) -> StopRequest:
@@ -98,9 +98,9 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Put the handlers of before back."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
-            # None stands for a handler that was not set from Python and cannot be set back.
+            # None means a handler that was not set from Python and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
         self._before.clear()
 
@@ -116,13 +116,13 @@ class StopAgreement:
     """Makes all ranks stop before the same step.
 
     Args:
-        request: The wish to stop of this rank.
-        store: A store shared by the ranks, under a prefix of its own; None with one process.
+        request: This rank's stop request.
+        store: A store shared by the ranks, under its own prefix; None with one process.
         rank: This rank.
         world_size: Number of ranks.
-        lookahead: Steps between the last step posted and the stop. One is enough where every step ends in lock step
-            (gradients synchronised on the host, as on CPU). Where the host runs k steps ahead of the device, k + 1.
-        poll_interval_s: How often a rank without a signal looks whether another one has got it.
+        lookahead: Steps between the last step posted and the stop. One is enough if the ranks end every step together
+            (gradients synchronised on the host, as on CPU). If the host runs k steps ahead of the device, use k + 1.
+        poll_interval_s: How often a rank without a request checks whether another one has posted.
     """
 
     def __init__(
@@ -149,28 +149,28 @@ class StopAgreement:
         self._details: list[str] = []
 
     def for_another(self, request: StopRequest, name: str) -> StopAgreement:
-        """The same ranks, to agree on something else.
+        """Return an agreement of the same ranks on something else.
 
         Args:
-            request: The wish of this rank.
-            name: Not given to any other.
+            request: This rank's request.
+            name: Unique name of the agreement.
         """
         store = None if self._store is None else _Part(self._store, name)
         return StopAgreement(request, store, self._rank, self._world_size, self._lookahead, self._poll_interval_s)
 
     @property
     def details(self) -> list[str]:
-        """What the ranks that asked for the stop said about it; known to all ranks once they have agreed."""
+        """Explanations of the ranks that requested the stop; all ranks know them once they have agreed."""
         return [text for text in ([self._request.detail] if self._store is None else self._details) if text]
 
     def stop_before(self, step: int) -> StopReason | None:
-        """Say whether to stop instead of running this step; asked once before every step.
+        """Decide whether to stop instead of running this step; call it once before every step.
 
         Args:
             step: Number of the step that would run next.
 
         Returns:
-            Why to stop, or None to go on.
+            Why to stop, or None to continue.
         """
         if self._store is None:
             return self._request.reason
@@ -199,13 +199,13 @@ class StopAgreement:
 
     def _post(self, store: StopStore, step: int) -> None:
         store.set(f"rank-{self._rank}", f"{step} {self._request.reason or ''} {self._request.detail}")
-        # `set` returns before the value has arrived; `add` waits for its answer on the same connection. So whoever
-        # gets this rank's gradients of the coming step also finds its post.
+        # `set` returns before the value has arrived; `add` waits for its answer on the same connection. So any rank
+        # that gets this rank's gradients of the coming step also finds its post.
         store.add("posted", 1)
         self._posted = True
 
     def _settle(self, store: StopStore) -> None:
-        """All posts are there, so every rank computes the same step and the same reason from them."""
+        """Compute the stop step and the reason from all posts, so that every rank gets the same result."""
         posts = [store.get(f"rank-{rank}").decode().split(" ", 2) for rank in range(self._world_size)]
         self._stop_step = max(int(step) for step, _, _ in posts) + self._lookahead
         self._details = [detail for _, _, detail in posts]

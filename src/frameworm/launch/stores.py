@@ -1,4 +1,4 @@
-"""The key-value stores through which the ranks of a job find each other."""
+"""Key-value stores through which the ranks of a job find each other."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def open_store(info: ProcessInfo, limit_s: float) -> Store:
     """Open the store of this job.
 
     Args:
-        info: Who this process is.
+        info: This process's place in the job.
         limit_s: Longest wait for the others.
 
     Returns:
-        The store, with nothing in it from other jobs or earlier rounds of this one.
+        The store, without values from other jobs or earlier rounds of this one.
 
     Raises:
         EnvironmentSetupError: The processes cannot find each other.
@@ -55,19 +55,19 @@ def open_store(info: ProcessInfo, limit_s: float) -> Store:
             f"rank {info.rank} cannot {doing} {info.master_address}:{info.master_port} (MASTER_ADDR, MASTER_PORT): "
             f"{first_line(error)}"
         ) from error
-    # Workers that torch's agent restarts must not read what the round before left in the agent's store, nor what a
-    # worker of an earlier job writes that still runs somewhere and finds the port taken by this one.
+    # Restarted workers must not read what the previous round left in the agent's store, nor what a worker of an earlier
+    # job writes that is still running and takes this store for its own.
     return PrefixStore(f"workers-{launch_id() or ''}-{restart_count()}", store)
 
 
 def host_store(address: str, port: int, timeout: timedelta, world_size: int | None = None) -> TCPStore:
-    """A store that listens on one address only; torch's own would take connections from every network of the machine.
+    """Open a store that listens on one address only; torch's own accepts connections from every network of the machine.
 
     Args:
         address: Name or address of this machine.
         port: Port; 0 for any free one.
         timeout: Longest wait of an operation.
-        world_size: Number of clients, where it is known.
+        world_size: Number of clients, if known.
 
     Raises:
         OSError: The address is not this machine's, or the port is taken.
@@ -77,7 +77,7 @@ def host_store(address: str, port: int, timeout: timedelta, world_size: int | No
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
         listener.listen(512)
-        # The store takes the descriptor over and closes it.
+        # The store takes ownership of the descriptor and closes it.
         return TCPStore(
             address,
             listener.getsockname()[1],
@@ -92,18 +92,18 @@ def host_store(address: str, port: int, timeout: timedelta, world_size: int | No
 def join_store(address: str, port: int, limit_s: float, world_size: int | None = None) -> TCPStore:
     """Join the store that another process of this job hosts.
 
-    torch waits without a deadline for a host that accepts the connection and then says nothing, and prints C++ frames
-    about one that answers with something else. So it connects in a thread that can be left behind, and what it prints
-    is shown only if it succeeds.
+    If a host accepts the connection but never answers, torch waits without a deadline; if it answers with something
+    else, torch prints C++ frames. So torch connects in a thread that can be abandoned, and its output is shown only on
+    success.
 
     Args:
         address: Name or address of the host.
         port: Its port.
-        limit_s: Longest wait, and later the longest wait of an operation.
-        world_size: Number of clients, where it is known.
+        limit_s: Longest wait, now and later for each operation.
+        world_size: Number of clients, if known.
 
     Raises:
-        OSError: Nothing listens there within the limit, or what listens is no store.
+        OSError: Nothing listens there within the limit, or the listener is not a store.
     """
     made: list[TCPStore] = []
     failures: list[Exception] = []
@@ -138,7 +138,7 @@ def join_store(address: str, port: int, limit_s: float, world_size: int | None =
 
 @contextlib.contextmanager
 def _standard_error_held_back() -> Iterator[Callable[[], None]]:
-    """Keep what anything in this process prints to standard error from the screen, unless `show` is called."""
+    """Hold back everything this process writes to standard error, unless `show` is called."""
     shown = False
 
     def show() -> None:
@@ -170,20 +170,20 @@ def _accepts_connections(address: str, port: int) -> bool:
 
 
 def _open_spawn_store(info: ProcessInfo, limit_s: float) -> Store:
-    """Processes of `torch.multiprocessing.spawn`: rank 0 listens where the system likes and leaves word in a file."""
+    """Store for `torch.multiprocessing.spawn`: rank 0 listens on any free port and writes it to a file for others."""
     note = _spawn_note(info)
     limit_s = min(limit_s, 300.0)
     deadline = time.monotonic() + limit_s
     timeout = timedelta(seconds=limit_s)
     if info.rank == 0:
         store = host_store("127.0.0.1", 0, timeout)
-        with replacing(note) as file:  # nobody reads half of it
+        with replacing(note) as file:  # so that no one reads half of it
             file.write(str(store.port).encode())
     else:
         while (port := _read_port(note)) is None:
             if time.monotonic() > deadline:
                 raise EnvironmentSetupError(
-                    f"rank {info.rank} heard nothing of rank 0 within {limit_s:.0f} s. Start all {info.world_size} "
+                    f"rank {info.rank} heard nothing from rank 0 within {limit_s:.0f} s. Start all {info.world_size} "
                     "processes by one torch.multiprocessing.spawn, or set MASTER_ADDR and MASTER_PORT."
                 )
             time.sleep(0.02)
@@ -208,7 +208,7 @@ def _open_spawn_store(info: ProcessInfo, limit_s: float) -> Store:
 
 
 def _spawn_note(info: ProcessInfo) -> Path:
-    """A file that the processes of one spawn name alike, and no other process ever does."""
+    """Return a file name that is the same for all processes of one spawn, and unique to it."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         raise EnvironmentSetupError(
@@ -216,7 +216,7 @@ def _spawn_note(info: ProcessInfo) -> Path:
             "torchrun (or `frameworm train --distributed`), with torch.multiprocessing.spawn, or set MASTER_ADDR and "
             "MASTER_PORT for each."
         )
-    # Children are numbered in the order of their start, so this is the same number for all ranks of one spawn.
+    # Children are numbered in the order of their start, so this number is the same for all ranks of one spawn.
     *above, own = multiprocessing.current_process()._identity
     family = "-".join(str(number) for number in [*above, own - info.rank])
     started = int(psutil.Process(parent.pid).create_time() * 1000)
@@ -227,7 +227,7 @@ def _spawn_note(info: ProcessInfo) -> Path:
 
 
 def _read_port(note: Path) -> int | None:
-    """The port that rank 0 has left word of; None where it has not, or the folder is no longer this user's own."""
+    """Return the port that rank 0 has written; None if it has not, or if the folder is not private to this user."""
     try:
         check_private(note.parent)
         return int(read_text(note))
@@ -236,5 +236,5 @@ def _read_port(note: Path) -> int | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; torch's go on with a stack of C++ frames."""
+    """Return the first line of an error's message, because torch's messages continue with C++ frames."""
     return (str(error).splitlines() or [type(error).__name__])[0]

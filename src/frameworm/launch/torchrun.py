@@ -1,4 +1,4 @@
-"""Starting this node's workers through torch's own elastic agent, the one inside torchrun."""
+"""Starts this node's workers through torch's own elastic agent, the one inside torchrun."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from frameworm.launch.rendezvous import make_rendezvous
 from frameworm.launch.stores import first_line
 from frameworm.records.printable import printable
 
-_STOP_CODES = {signal.SIGINT: 130}  # every other signal that ends us is a preemption
+_STOP_CODES = {signal.SIGINT: 130}  # any other signal that ends us is a preemption
 _PREEMPTED = 75
 _STOPPED = {130, _PREEMPTED}
 _SPREAD_INTERVAL_S = 1.0
@@ -46,20 +46,20 @@ def launch_workers(
     stop_grace_s: float = 30.0,
     failure_grace_s: float = 20.0,
 ) -> int:
-    """Start this node's workers, wait for them, and say what went wrong.
+    """Start this node's workers, wait for them, and report failures.
 
     Args:
         plan: A plan whose action is `launch`.
         command: The worker's command line, the same for each.
-        usable_cpus: Cores to share out among the workers; this process's affinity unless given.
-        max_restarts: How often all workers are started again after a failure.
+        usable_cpus: Cores to divide among the workers; default: this process's affinity.
+        max_restarts: How often all workers are restarted after a failure.
         join_timeout_s: Longest wait for the other nodes.
-        stop_grace_s: Time the workers get to save when the launcher is told to stop.
-        failure_grace_s: Time the other workers get to end after one has failed.
+        stop_grace_s: Time for the workers to save when the launcher is told to stop.
+        failure_grace_s: Time for the other workers to end after one has failed.
 
     Returns:
-        The exit code: 0, that of the worker that failed first, 130 after SIGINT or 75 after another signal. The last
-        thing on stderr is the first cause.
+        The exit code: 0, that of the worker that failed first, 130 after SIGINT or 75 after another signal. The first
+        cause is the last thing printed on stderr.
     """
     assert plan.action == "launch"
     cpus = usable_cpus or len(os.sched_getaffinity(0))
@@ -76,7 +76,7 @@ def launch_workers(
                     role="worker",
                     local_world_size=plan.nproc_per_node,
                     entrypoint=command[0],
-                    # The agent fills in templates; a dollar of the user's stays one only when doubled.
+                    # The agent expands templates in arguments, so a literal dollar must be doubled.
                     args=tuple(argument.replace("$", "$$") for argument in command[1:]),
                     rdzv_handler=rendezvous,
                     max_restarts=max_restarts,
@@ -87,7 +87,7 @@ def launch_workers(
                 failure_grace_s=failure_grace_s,
             )
             result = agent.run()
-            # Not after a signal: nodes of an elastic job that stay must still be able to meet again.
+            # Not after a signal: the remaining nodes of an elastic job must be able to meet again.
             rendezvous.shutdown()
         except SignalException as stop:
             _report(_what_workers_said(Path(folder)))
@@ -104,7 +104,7 @@ def launch_workers(
 
 
 class _NodeAgent(LocalElasticAgent):
-    """torch's agent, with a bounded end after failures and news of failures between nodes."""
+    """torch's agent, with a bounded shutdown after failures, and failures reported between nodes."""
 
     def __init__(
         self, spec: WorkerSpec, logs_specs: DefaultLogsSpecs, stop_grace_s: float, failure_grace_s: float
@@ -113,12 +113,13 @@ class _NodeAgent(LocalElasticAgent):
         self.cause_elsewhere: FirstCause | None = None
         self._stop_grace_s = stop_grace_s
         self._failure_grace_s = failure_grace_s
-        self._stopped: set[int] = set()  # local ranks that were running when this agent stopped them
+        self._close_within_s = stop_grace_s
+        self._stopped: set[int] = set()  # local ranks still running when this agent stopped them
         self._observed = 0.0
         self._next_look = 0.0
 
     def worker_failures(self, result: RunResult) -> list[WorkerFailure]:
-        """The failed workers of the last round."""
+        """Return the failed workers of the last round."""
         return [
             worker_failure(
                 rank, failure.exitcode, failure.error_file_data, failure.local_rank in self._stopped, self._observed
@@ -135,17 +136,19 @@ class _NodeAgent(LocalElasticAgent):
         def exit_codes() -> dict[int, int | None]:
             return {local_rank: handler.proc.poll() for local_rank, handler in context.subprocess_handlers.items()}
 
-        def close_in_time(death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
-            # Without a signal named, the agent closes because a worker has failed, and would give the rest 30 s.
+        def close_in_time(death_sig: signal.Signals | None = None, timeout: float | None = None) -> None:
+            # Called without a signal, the agent closes because a worker has failed, and would give the others 30 s.
+            timeout = self._close_within_s  # torch 2.11 passes none
             if death_sig is None:
                 self._observed = time.time()
                 timeout = self._failure_grace_s
                 deadline = time.monotonic() + self._stop_grace_s
-                # Ranks that agreed to stop do not end in the same instant; the one that writes is the last.
+                # Ranks that agreed to stop do not end at the same moment; the one that writes the checkpoint is the
+                # last.
                 while _stopping(exit_codes().values()) and time.monotonic() < deadline:
                     time.sleep(0.05)
                 self._stopped |= {local_rank for local_rank, code in exit_codes().items() if code is None}
-            close(death_sig, timeout)
+            close(death_sig, int(timeout))
 
         context.close = close_in_time
         return pids
@@ -153,10 +156,11 @@ class _NodeAgent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
         forwarded = death_sig if death_sig in (signal.SIGINT, signal.SIGUSR1) else signal.SIGTERM
         try:
-            super()._shutdown(forwarded, int(self._stop_grace_s))
+            super()._shutdown(forwarded)
         except SignalException as again:
-            # A second Ctrl-C: the workers hear it too and do not go on saving.
-            super()._shutdown(again.sigval, int(self._failure_grace_s))
+            # On a second Ctrl-C the workers get it too and stop saving.
+            self._close_within_s = self._failure_grace_s
+            super()._shutdown(again.sigval)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
@@ -176,7 +180,7 @@ class _NodeAgent(LocalElasticAgent):
         return result
 
     def _consider_restart(self, result: RunResult) -> None:
-        """Say why the workers start again, or see to it that they do not: a stop is no failure, a mistake stays one."""
+        """Report why the workers restart, or prevent it: after a stop, or a failure that a restart would repeat."""
         failures = self.worker_failures(result)
         cause = first_cause(failures)
         if cause.exit_code in _STOPPED or any(failure.final for failure in failures):
@@ -186,7 +190,7 @@ class _NodeAgent(LocalElasticAgent):
         _report(f"{cause.text}\nrestarting the workers from the last checkpoint ({left} more restarts allowed)")
 
     def _tell_other_nodes(self, worker_group: WorkerGroup, cause: FirstCause) -> None:
-        """Post the cause, and keep the store open until the others have read it."""
+        """Post the cause, and keep the store open until the other nodes have read it."""
         store: Any = worker_group.store
         node_rank: Any = worker_group.group_rank
         if cause.exit_code in _STOPPED:
@@ -200,7 +204,7 @@ class _NodeAgent(LocalElasticAgent):
             ):
                 time.sleep(0.1)
         except DistError:
-            pass  # the first node is gone already; there is nobody left to tell
+            pass  # the first node is already gone, so no one is left to tell
 
     def _ask_other_nodes(self, worker_group: WorkerGroup) -> FirstCause | None:
         store: Any = worker_group.store
@@ -216,7 +220,7 @@ class _NodeAgent(LocalElasticAgent):
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Until torch's agent has its own handlers in place, signals must not end the launcher with a traceback."""
+    """Keep signals from ending the launcher with a traceback until torch's agent installs its own handlers."""
 
     def handler(number: int, frame: FrameType | None) -> None:
         raise SignalException(f"received signal {number}", signal.Signals(number))
@@ -247,7 +251,7 @@ def _quiet_agent() -> Iterator[None]:
 
 
 def _what_workers_said(folder: Path) -> str | None:
-    """After a stop: a worker that failed on the way, else the message of the lowest rank."""
+    """Message after a stop: that of a worker that failed meanwhile, else that of the lowest rank."""
     said: list[tuple[bool, str, str]] = []
     for file in folder.glob("*/attempt_*/*/error.json"):
         try:
@@ -259,7 +263,7 @@ def _what_workers_said(folder: Path) -> str | None:
 
 
 def _stopping(exit_codes: Iterable[int | None]) -> bool:
-    """Whether some workers have ended as told to, none otherwise, and some are still at it."""
+    """True if some workers have ended as requested, none in another way, and some are still running."""
     codes = set(exit_codes)
     return None in codes and bool(codes & _STOPPED) and codes <= {None, 0, *_STOPPED}
 

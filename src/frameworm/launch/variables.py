@@ -1,4 +1,4 @@
-"""Numbers in environment variables, and what to say when they make no sense."""
+"""Reads numbers from environment variables, with errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from frameworm.errors import EnvironmentSetupError
 
 
 def integer(variables: Mapping[str, str], name: str, minimum: int = 0) -> int | None:
-    """The whole number in a variable; None when it is unset or empty."""
+    """Return the whole number in a variable; None if it is unset or empty."""
     text = variables.get(name)
     if not text:
         return None
@@ -22,7 +22,7 @@ def integer(variables: Mapping[str, str], name: str, minimum: int = 0) -> int | 
 
 
 def required(variables: Mapping[str, str], name: str, beside: str, minimum: int = 0) -> int:
-    """The whole number in a variable that has to be there because another one is."""
+    """Return the whole number in a variable that must be set because another one is."""
     value = integer(variables, name, minimum)
     if value is None:
         raise EnvironmentSetupError(f"{name} is not set, but {beside} is: set both or neither")
@@ -30,6 +30,6 @@ def required(variables: Mapping[str, str], name: str, beside: str, minimum: int 
 
 
 def check_below(low: str, low_value: int, high: str, high_value: int) -> None:
-    """A rank must be below the number of ranks."""
+    """Check that a rank is below the number of ranks."""
     if low_value >= high_value:
         raise EnvironmentSetupError(f"{low}={low_value} must be below {high}={high_value}; ranks count from 0")

@@ -1,9 +1,9 @@
-"""The watch over ranks that wait for each other: one that does not come is named, and all end, within a set time.
+"""Watchdog over ranks that wait for each other: names the rank that does not arrive, and ends all in a fixed time.
 
-Every rank says now and then which step and which collective it has come to, and where its training thread is. A thread
-of its own does that and looks at what the others say; the training thread is not involved, so it may be stuck in
-whatever it likes. The exchange of these words can itself get stuck, with the network or with the rank that keeps the
-store: so judging is another thread's business, and a rank that was not heard of for long is silent.
+Every rank regularly publishes its step, its number of collectives, and where its training thread is. A separate thread
+does that and reads the others' reports; the training thread is not involved, so it may be stuck anywhere. The exchange
+itself can get stuck too, with the network or with the rank that hosts the store. So another thread judges, and a rank
+that has not reported for a long time counts as silent.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from frameworm.errors import StuckError
 from frameworm.launch.stores import Store
+from frameworm.torch_private.distributed import collectives_begun
 
 SHORTEST_INTERVAL_S, LONGEST_INTERVAL_S = 0.2, 5.0
 MOST_FRAMES = 40
@@ -30,15 +31,15 @@ _MEETING = ("torch/distributed/", "launch/process_group.py", "torch/autograd/gra
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself.
+    """One report of a rank.
 
     Attributes:
-        number: Of beats so far.
-        step: Steps it has done.
+        number: Number of reports so far.
+        step: Steps that the rank has finished.
         phase: What its training thread was doing.
         place: The innermost line of its training thread.
-        collectives: How many it has come to; None where the backend does not count them.
-        meeting: Whether the place is one where ranks wait for each other.
+        collectives: Collectives that it has reached; None if the backend does not count them.
+        meeting: True if the place is one where ranks wait for each other.
     """
 
     number: int
@@ -51,22 +52,22 @@ class Beat:
 
 @dataclass(frozen=True)
 class Heard:
-    """The last word of a rank, and how long ago anything in it changed."""
+    """The last report of a rank, and how long ago anything in it changed."""
 
     beat: Beat
-    silent_s: float  # since its last beat
-    still_s: float  # since it came to another step or collective
+    silent_s: float  # since its last report
+    still_s: float  # since it reached another step or collective
 
 
 def missing_ranks(heard: Mapping[int, Heard | None], limit_s: float) -> dict[int, str] | None:
-    """The ranks that the others wait for, each with what is known of it.
+    """Return the ranks that the others wait for, with what is known about each.
 
     Args:
-        heard: All ranks; None for one that never spoke.
-        limit_s: How long nothing may happen.
+        heard: All ranks; None for one that has never reported.
+        limit_s: How long no progress is accepted.
 
     Returns:
-        None while all is well or may be. Empty: all have come, and nothing moves.
+        None while all is well or may be. Empty: all ranks have arrived, but nothing moves.
     """
     speaking = {rank: item for rank, item in heard.items() if item is not None and item.silent_s <= limit_s / 2}
     if any(item.still_s < limit_s for item in speaking.values()):
@@ -90,18 +91,18 @@ def _where(beat: Beat) -> str:
 
 
 class Watchdog:
-    """Watches over the ranks of a run while its `with` block lasts.
+    """Watches the ranks of a run while its `with` block is active.
 
     Args:
-        store: A store shared by the ranks, under a prefix of its own.
+        store: A store shared by the ranks, under its own prefix.
         rank: This rank.
         world_size: Number of ranks.
-        limit_s: How long no rank may come any further.
-        step: Tells the steps that this rank has done.
+        limit_s: How long no rank may make progress.
+        step: Returns the number of steps that this rank has finished.
         phase_of: Names what the training thread does, from its innermost frame.
-        end: Called, in a thread of the watchdog's, with the error and a longer account of who is where; it ends the
-            process.
-        one_machine: All ranks are on one, so no network can be lost.
+        end: Called in a watchdog thread with the error and a longer report on where each rank is; it ends the process.
+        one_machine: All ranks are on one machine, so no network can be lost.
+        replays: Returns the number of CUDA graphs with collectives launched by this rank, which torch does not count.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Watchdog:
         phase_of: Callable[[FrameType], str],
         end: Callable[[StuckError, str], None],
         one_machine: bool = False,
+        replays: Callable[[], int] = lambda: 0,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -124,6 +126,7 @@ class Watchdog:
         self._phase_of = phase_of
         self._end = end
         self._one_machine = one_machine
+        self._replays = replays
         self._thread = threading.get_ident()
         self._over = threading.Event()
         self._own: Beat | None = None
@@ -133,7 +136,7 @@ class Watchdog:
         self._moved_at = dict.fromkeys(self._ranks, 0.0)
 
     def __enter__(self) -> Watchdog:
-        """Begin to watch the thread that calls this."""
+        """Start watching the calling thread."""
         self._thread = threading.get_ident()
         now = time.monotonic()
         self._heard_at = dict.fromkeys(self._ranks, now)
@@ -146,17 +149,17 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._over.set()
 
     def _exchange(self) -> None:
-        """Say where this rank was seen last and hear of the others; a store that fails or hangs is silence like any."""
+        """Publish this rank's state and read the others'; a store that fails or hangs counts as silence."""
         store: Any = self._store
-        # A connection of its own: the training thread may wait on the other.
+        # A separate connection, because the training thread may be waiting on the other one.
         with suppress(AttributeError, RuntimeError):
             store = store.clone()
         while not self._over.is_set():
-            with suppress(Exception):  # whatever it is, nothing was heard
+            with suppress(Exception):  # after any error, no report was received
                 assert self._own is not None
                 store.set(f"stack-{self._rank}", self._own_stack)
                 store.set(f"beat-{self._rank}", json.dumps(asdict(self._own)))
@@ -172,7 +175,9 @@ class Watchdog:
             return
         stack = stack_lines(frame)
         meeting = any(part in line for line in stack[:6] for part in _MEETING)
-        self._own = Beat(number, self._step(), self._phase_of(frame), stack[0], _collectives(), meeting)
+        counted = _collectives()
+        come_to = None if counted is None else counted + self._replays()
+        self._own = Beat(number, self._step(), self._phase_of(frame), stack[0], come_to, meeting)
         self._own_stack = "\n".join(stack)
         self._take(self._rank, self._own)
 
@@ -195,7 +200,7 @@ class Watchdog:
             heard: dict[int, Heard | None] = dict.fromkeys(self._ranks)
             for rank, beat in list(self._beats.items()):
                 heard[rank] = Heard(beat, now - self._heard_at[rank], now - self._moved_at[rank])
-            # In the first step connections are made and kernels compiled, on each rank at its own pace.
+            # In the first step, connections are made and kernels compiled, on each rank at its own pace.
             limit_s = self._limit_s if self._step() > first_step else 2 * self._limit_s
             if now - min(self._moved_at.values()) < limit_s:
                 continue
@@ -205,7 +210,7 @@ class Watchdog:
                 self._tell(missing, heard, limit_s)
 
     def _forgive(self, away_s: float) -> None:
-        """Hold against nobody what happened while this process stood still itself: suspended, or held up."""
+        """Discount the time in which this process itself stood still, for instance suspended."""
         if away_s <= self._interval_s:
             return
         now = time.monotonic()
@@ -219,14 +224,14 @@ class Watchdog:
             if not self._one_machine and len(missing) == len(self._ranks) - 1 and self._rank not in missing:
                 names += "; or this rank has lost its network"
         else:
-            names = "all ranks have come to the same collective and it does not end: look at the network between them"
+            names = "all ranks have reached the same collective, but it does not end: check the network between them"
         error = StuckError(
             f"stuck in step {self._step() + 1}: nothing has moved for {limit_s:g} s (parallel.watchdog_s). {names}"
         )
         self._end(error, self._account(heard))
 
     def _account(self, heard: Mapping[int, Heard | None]) -> str:
-        """Where every rank is, as far as this one knows."""
+        """Describe where every rank is, as far as this one knows."""
         stacks = {self._rank: self._own_stack}
 
         def ask() -> None:
@@ -235,7 +240,7 @@ class Watchdog:
                     if rank != self._rank and self._store.check([f"stack-{rank}"]):
                         stacks[rank] = self._store.get(f"stack-{rank}").decode()
 
-        # The store may be what is stuck.
+        # The store itself may be what is stuck.
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(2.0)
@@ -254,7 +259,7 @@ class Watchdog:
 
 
 def stack_lines(frame: FrameType | None) -> Sequence[str]:
-    """A thread's stack, innermost first, as `file:line function`; without the sources, which may be slow to read."""
+    """Return a thread's stack, innermost first, as `file:line function`; without sources, which may be slow to read."""
     lines: list[str] = []
     while frame is not None and len(lines) < MOST_FRAMES:
         code = frame.f_code
@@ -264,7 +269,7 @@ def stack_lines(frame: FrameType | None) -> Sequence[str]:
 
 
 def _short(path: str) -> str:
-    """The last parts of a path, from a package's name on where there is one."""
+    """The last parts of a path; starts at the package's name if possible."""
     for mark in ("/site-packages/", "/src/"):
         if mark in path:
             return path.rsplit(mark, 1)[1]
@@ -272,9 +277,8 @@ def _short(path: str) -> str:
 
 
 def _collectives() -> int | None:
-    """Collectives of the default group that this rank has come to."""
+    """Number of collectives of the default group that this rank has reached."""
     try:
-        group: Any = dist.distributed_c10d._get_default_group()
-        return int(group._get_sequence_number_for_group())
-    except Exception:  # backends differ in what they raise where they do not count
+        return collectives_begun(dist.group.WORLD)
+    except Exception:  # backends that do not count raise different errors
         return None

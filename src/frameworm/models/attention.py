@@ -1,14 +1,13 @@
-"""Attention over sequences that lie end to end in one row of tokens.
+"""Attention over sequences packed end to end in one row of tokens.
 
-`offsets` holds the borders: sequence i is `tokens[offsets[i]:offsets[i + 1]]`. Nothing here asks the host for a length
-and all shapes are known beforehand, so a model can be compiled in one graph and captured.
+`offsets` holds the boundaries: sequence i is `tokens[offsets[i]:offsets[i + 1]]`. Nothing here needs a length on the
+host, and all shapes are known beforehand, so a model can be compiled in one graph and captured.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,35 +15,31 @@ from torch import Tensor
 
 from frameworm.models.grouped_attention import grouped_attention
 from frameworm.models.short_attention import short_attention, suits_short_kernels
+from frameworm.torch_private.compiler import known_to_compiler
+from frameworm.torch_private.operators import flash_attention_varlen
 
-_WIDEST_HEAD = 256  # of the flash kernels, which also want a multiple of 8
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def known_to_compiler(function: Function) -> Function:
-    """Have the compiler ask it once and take the answer; `torch.compiler.assume_constant_result` would load that."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
+_WIDEST_HEAD = 256  # limit of the flash kernels, which also require a multiple of 8
 
 
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, max_length: int, causal: bool = False
 ) -> Tensor:
-    """Attention of every token to the tokens of its own sequence.
+    """Compute the attention of every token to the tokens of its own sequence.
 
     Args:
-        query: [tokens, heads, width of a head]; `key` and `value` likewise.
-        offsets: Borders of the sequences, int32, [sequences + 1], from 0 to the number of tokens. Empty sequences
+        query: [tokens, heads, head width]; `key` and `value` likewise.
+        key: As `query`.
+        value: As `query`.
+        offsets: Boundaries of the sequences, int32, [sequences + 1], from 0 to the number of tokens. Empty sequences
             are allowed.
         max_length: No sequence is longer.
-        causal: A token sees only itself and those before it.
+        causal: Whether a token sees only itself and those before it.
 
     Returns:
-        [tokens, heads, width of a head].
+        [tokens, heads, head width].
     """
     if _fits_flash(query) and flash_allowed():
-        from torch.nn.attention.varlen import varlen_attn  # late: it brings the whole compiler along
+        from torch.nn.attention.varlen import varlen_attn  # late, as it imports the whole compiler
 
         more: dict[str, Any] = {}
         if causal:
@@ -69,24 +64,26 @@ def varlen_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """As `packed_attention`, for the attention of models of others.
+    """Compute packed attention with the options of other libraries' models; see `packed_attention`.
 
     Args:
-        query: [tokens, heads, width of a head]; `key` and `value` may have fewer heads, each for a group of them.
+        query: [tokens, heads, head width].
+        key: As `query`, possibly with fewer heads, each for a group of query heads.
+        value: As `key`.
         offsets: As in `packed_attention`.
         max_length: No sequence is longer.
-        causal: A token sees only itself and those before it.
-        dropout: Share of the attention weights to drop.
-        scale: Of the scores; None: one by the root of a head's width.
-        window: A token sees those that are fewer than so many tokens away; None: all.
+        causal: Whether a token sees only itself and those before it.
+        dropout: Probability of dropping an attention weight.
+        scale: Factor on the scores; None for one over the square root of the head width.
+        window: A token sees only tokens fewer than `window` tokens away; None for all.
 
     Returns:
-        [tokens, heads, width of a head].
+        [tokens, heads, head width].
     """
     if _fits_flash(query) and value.shape == key.shape and flash_allowed():
         side = -1 if window is None else window - 1
-        # What `varlen_attn` calls, which has no dropout; its gradient and its random state under capture are torch's.
-        mixed: Tensor = torch.ops.aten._flash_attention_forward(
+        # `varlen_attn` calls this, but has no dropout; torch handles its gradient and its random state under capture.
+        mixed: Tensor = flash_attention_varlen(
             query,
             key,
             value,
@@ -109,7 +106,7 @@ def varlen_attention(
 
 
 def packed_self_attention(heads: Tensor, offsets: Tensor, max_length: int, causal: bool = False) -> Tensor:
-    """The same for queries, keys and values that lie side by side: [tokens, 3, heads, width of a head]."""
+    """Compute packed attention of interleaved queries, keys and values: [tokens, 3, heads, head width]."""
     if _may_look(offsets):
         return grouped_attention(heads, offsets, causal)
     if suits_short_kernels(heads, max_length) and flash_allowed():
@@ -119,7 +116,7 @@ def packed_self_attention(heads: Tensor, offsets: Tensor, max_length: int, causa
 
 
 def _may_look(offsets: Tensor) -> bool:
-    """Whether there are values, which nobody has to wait for."""
+    """Whether the values can be read on the host without waiting."""
     return type(offsets) is Tensor and offsets.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -131,13 +128,13 @@ def _fits_flash(query: Tensor) -> bool:
 
 @known_to_compiler
 def flash_allowed() -> bool:
-    """Whether this GPU has the flash kernels and the user lets them run."""
+    """Whether this GPU has flash kernels and the user allows them."""
     return torch.backends.cuda.flash_sdp_enabled() and torch.cuda.get_device_capability() >= (8, 0)
 
 
 @known_to_compiler
 def _takes_is_causal() -> bool:
-    """How this torch is told that no token looks ahead; the keyword changed between versions."""
+    """Whether `varlen_attn` takes `is_causal`, a keyword that changed between torch versions."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "is_causal" in inspect.signature(varlen_attn).parameters
@@ -154,12 +151,12 @@ def _padded_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """The same on one row per sequence, filled up to `max_length`."""
+    """Compute the same on one row per sequence, padded to `max_length`."""
     tokens, heads = query.shape[:2]
     within = torch.arange(max_length, device=query.device)
     starts, ends = offsets[:-1].long(), offsets[1:].long()
     places = starts.unsqueeze(1) + within
-    # The first place counts as real even in an empty sequence: a softmax over nothing is NaN. Nobody reads its result.
+    # The first place counts as real even in an empty sequence, because a softmax over nothing is NaN; it is never read.
     attended = ((places < ends.unsqueeze(1)) | (within == 0))[:, None, None, :]
     if causal:
         attended = attended & (within.unsqueeze(1) >= within)
@@ -179,6 +176,6 @@ def _padded_attention(
 
 
 def sequence_of_tokens(offsets: Tensor, tokens: int) -> Tensor:
-    """Which sequence each token belongs to, [tokens]; empty sequences have none."""
+    """Return the index of each token's sequence, [tokens]."""
     token = torch.arange(tokens, device=offsets.device, dtype=offsets.dtype)
     return torch.searchsorted(offsets[1:].contiguous(), token, right=True)

@@ -1,4 +1,4 @@
-"""Finds the blocks that a model repeats, such as the layers of a transformer."""
+"""Find the blocks that a model repeats, such as the layers of a transformer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _FURTHER_CLASS = 0.1
 
 
 def find_repeated_blocks(model: nn.Module, beside: Collection[nn.Module] = ()) -> list[nn.Module]:
-    """The blocks that make up most of a model: all instances of the repeated class that holds the most parameters.
+    """Find the blocks that make up most of a model: all instances of the repeated class with the most parameters.
 
-    Only classes that are made of other modules count, and containers such as `nn.Sequential` do not. A class with very
-    few instances that itself repeats a block (the two towers of a model for text and images) gives way to that block.
+    Only classes with submodules count, except containers such as `nn.Sequential`. If a class has very few instances and
+    itself repeats a block (such as the two towers of a text-image model), that block is used instead.
 
     Args:
-        model: Where to look.
-        beside: Blocks found before; modules that lie in one of them or hold one do not count.
+        model: The model.
+        beside: Blocks found earlier; modules inside or around them do not count.
     """
     blocks: list[nn.Module] = []
     held = 0
@@ -33,9 +33,10 @@ def find_repeated_blocks(model: nn.Module, beside: Collection[nn.Module] = ()) -
 
 
 def find_block_classes(model: nn.Module) -> list[list[nn.Module]]:
-    """The blocks that a model repeats, one list for each class: an encoder's layers, then its decoder's.
+    """Find the blocks that a model repeats, one list per class: for instance an encoder's layers, then a decoder's.
 
-    The first list is what `find_repeated_blocks` finds. A further class counts if it holds a tenth as many parameters.
+    The first list is that of `find_repeated_blocks`. A further class counts if it has at least a tenth as many
+    parameters.
     """
     found: list[list[nn.Module]] = []
     taken: list[nn.Module] = []
@@ -52,11 +53,11 @@ def _parameter_count(modules: Iterable[nn.Module]) -> int:
 
 
 def _outermost_by_class(model: nn.Module, beside: Collection[nn.Module] = ()) -> dict[type[nn.Module], list[nn.Module]]:
-    """The modules with modules inside them by class, without those that lie in another one of their class."""
+    """Group modules with submodules by class, without those inside another module of the same class."""
     found: dict[type[nn.Module], list[nn.Module]] = {}
     inside: dict[type[nn.Module], set[nn.Module]] = {}
     taken = {module for block in beside for module in block.modules()}
-    for module in model.modules():  # a module comes before those inside it
+    for module in model.modules():  # a module comes before its submodules
         kind = type(module)
         if module is model or kind in CONTAINERS or not any(True for _ in module.children()):
             continue
@@ -69,7 +70,7 @@ def _outermost_by_class(model: nn.Module, beside: Collection[nn.Module] = ()) ->
 
 
 def alike(blocks: list[nn.Module]) -> list[list[nn.Module]]:
-    """Blocks of one class by the shapes of what they hold: the compiler takes those for constants."""
+    """Group blocks of one class by the shapes of their tensors, which the compiler treats as constants."""
     groups: dict[Any, list[nn.Module]] = {}
     for block in blocks:
         held = [*block.named_parameters(), *block.named_buffers()]

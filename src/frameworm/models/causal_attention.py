@@ -1,6 +1,6 @@
-"""Causal attention over sequences of one length, from queries, keys and values that lie side by side.
+"""Causal attention over sequences of one length, from queries, keys and values interleaved in one tensor.
 
-See kernels/causal.py for how it works. To the compiler these are operations it does not look into.
+See kernels/causal.py for how it works. The operations are opaque to the compiler.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from torch import Tensor
 
 from frameworm.models import attention
 from frameworm.models.stream import computes_in_half
+from frameworm.torch_private.compiler import known_to_compiler
 
-_WIDTHS = (32, 64)  # of a head
-_STEP = 128  # lengths are multiples of it
-_HAS_TRITON = importlib.util.find_spec("triton") is not None  # asked here: the compiler cannot trace the question
+_WIDTHS = (32, 64)  # head widths
+_STEP = 128  # lengths must be multiples of it
+_HAS_TRITON = importlib.util.find_spec("triton") is not None  # here, because the compiler cannot trace the check
 
-# Own rows, rows at a time, warps, stages, registers; found by trial on an H200 with 1,024 tokens and heads 64 wide.
+# Own rows, rows at a time, warps, stages, registers; tuned on an H200 with 1,024 tokens and heads 64 wide.
 _FORWARD_TILES = (64, 64, 4, 2, 96)
 _QUERY_TILES = (64, 32, 4, 3, 128)
 _KEY_TILES = (64, 64, 4, 3, 168)
 
 
-# Asked by the model wherever it is traced; the kernels of torch that a user asks for by name come before ours.
+# Read by the model wherever it is traced; torch kernels that a user asks for by name take precedence over ours.
 _others_asked_for = False
 
 
 def suits_causal_kernels(hidden: Tensor, n_heads: int) -> bool:
-    """Whether the kernels run here and are wanted; `hidden` is [sequences, length, width] and becomes the heads."""
+    """Whether the kernels run here and are wanted; `hidden`, [sequences, length, width], is projected to the heads."""
     if not (hidden.is_cuda and _HAS_TRITON and computes_in_half(hidden)):
         return False
     fits = fits_causal_kernels(hidden.size(2) // n_heads, hidden.size(1))
@@ -37,27 +38,27 @@ def suits_causal_kernels(hidden: Tensor, n_heads: int) -> bool:
 
 
 def fits_causal_kernels(width: int, length: int) -> bool:
-    """Whether there are kernels for heads so wide and sequences so long."""
+    """Whether there are kernels for heads of this width and sequences of this length."""
     return width in _WIDTHS and length % _STEP == 0
 
 
 def ask_for_others(asked: bool) -> None:
-    """Leave attention to torch's kernels, or no longer."""
+    """Set whether attention is left to torch's kernels."""
     global _others_asked_for
     _others_asked_for = asked
 
 
-@attention.known_to_compiler
+@known_to_compiler
 def _wanted() -> bool:
     return not _others_asked_for
 
 
 def causal_attention(heads: Tensor, bias: Tensor) -> Tensor:
-    """Attention of every token to itself and those before it.
+    """Compute the attention of every token to itself and those before it.
 
     Args:
-        heads: [sequences, length, 3, heads, width of a head]; `bias` has been added to it.
-        bias: [3 * heads * width]; gets its gradient here, so whoever added it detaches it.
+        heads: [sequences, length, 3, heads, head width], including `bias`.
+        bias: [3 * heads * width]; it gets its gradient here, so it must have been added detached.
 
     Returns:
         [sequences, length, heads, width].
@@ -70,7 +71,7 @@ def causal_attention(heads: Tensor, bias: Tensor) -> Tensor:
     "frameworm::causal_attention", mutates_args=(), schema="(Tensor heads, Tensor bias) -> (Tensor, Tensor)"
 )
 def _causal_attention(heads: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """What is mixed, and what backward needs of the softmax."""
+    """Return the mixed values, and what backward needs of the softmax."""
     from frameworm.models.kernels.attention import Tiles
     from frameworm.models.kernels.causal import attend
 
@@ -85,7 +86,7 @@ def _causal_attention(heads: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 def _causal_attention_backward(
     gradient: Tensor, heads: Tensor, mixed: Tensor, log_totals: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of the heads, and the sums of its columns in parts: those of queries, those of keys and values."""
+    """Return the gradient of the heads, and partial sums of its columns for queries and for keys and values."""
     from frameworm.models.kernels.attention import Tiles
     from frameworm.models.kernels.causal import attend_backward
 

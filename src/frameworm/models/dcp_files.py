@@ -1,8 +1,8 @@
-"""Folders of torch.distributed.checkpoint, read as data.
+"""Read folders of torch.distributed.checkpoint as data.
 
-Their index is a pickle, and so is the head of each tensor. Neither is loaded: the list of their instructions is walked
-through, and where one would call or make something, a note of its name and arguments is kept instead. So nothing that
-such a folder holds can run.
+Their index and the header of each tensor are pickles. Neither is loaded: we walk through the pickle instructions, and
+where one would call or create something, record its name and arguments instead. So nothing in such a folder can
+execute.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 from frameworm.errors import CheckpointError
 from frameworm.parallel.shards import StoredTensor
 from frameworm.records.reading import open_plain, read_bytes
+from frameworm.torch_private.names import PICKLED_TENSORS
 
 INDEX = ".metadata"
-_MOST_HEAD_BYTES = 2**20  # of a tensor, beside its content
-_TENSORS = ("torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3")  # the second of newer types
+_MOST_HEAD_BYTES = 2**20  # of a tensor's header
 _PUSHED = {"BINFLOAT", "BININT", "BININT1", "BININT2", "LONG1", "LONG4"} | {
     f"{size}{kind}" for kind in ("BINUNICODE", "BINBYTES", "BINUNICODE8", "BINBYTES8") for size in ("", "SHORT_")
 }
@@ -33,7 +33,7 @@ _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 @dataclass(eq=False)
 class Made:
-    """What a pickle would call or make: the name of it, with what, and the state it would be given."""
+    """What a pickle would call or create: its name, arguments and state."""
 
     kind: Any
     arguments: Any = ()
@@ -44,7 +44,7 @@ class Made:
 
 
 class Table:
-    """A dict of a pickle; its keys may be anything."""
+    """A dict in a pickle; its keys may be anything."""
 
     def __init__(self) -> None:
         self.pairs: list[tuple[Any, Any]] = []
@@ -54,10 +54,10 @@ class Table:
 
 
 def outline(pickled: bytes) -> Any:
-    """What a pickle says, without doing any of it.
+    """Parse a pickle without executing it.
 
     Raises:
-        ValueError: It is none, or uses instructions that a checkpoint does not need.
+        ValueError: If it is not a pickle, or uses instructions that a checkpoint does not need.
     """
     stack: list[Any] = []
     memo: dict[Any, Any] = {}
@@ -121,12 +121,12 @@ def outline(pickled: bytes) -> Any:
             else:
                 raise ValueError(f"it holds the instruction {name}")
     except (IndexError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"its instructions do not fit each other ({error})") from None
+        raise ValueError(f"its instructions are inconsistent ({error})") from None
     raise ValueError("it has no end")
 
 
 class _Chunk(NamedTuple):
-    """A part of a tensor: where in it, how large, and where it is stored."""
+    """A part of a tensor: its offsets, its sizes, and where it is stored."""
 
     begins: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -136,7 +136,7 @@ class _Chunk(NamedTuple):
 
 
 class DcpTensor(StoredTensor):
-    """A tensor in a folder of torch.distributed.checkpoint; of its parts those are read that are asked for."""
+    """A tensor in a folder of torch.distributed.checkpoint; only the needed parts are read."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, chunks: list[_Chunk]) -> None:
         self.shape = torch.Size(shape)
@@ -145,7 +145,7 @@ class DcpTensor(StoredTensor):
         self._chunks = chunks
 
     def read(self, first_row: int = 0, rows: int | None = None) -> torch.Tensor:
-        """These rows of it in host memory."""
+        """Read some rows into host memory."""
         if not self.shape:
             return self._read(self._chunks[0])
         rows = self.shape[0] - first_row if rows is None else rows
@@ -171,8 +171,8 @@ class DcpTensor(StoredTensor):
                 if any(item.compress_type != zipfile.ZIP_STORED for item in members.values()):
                     raise ValueError("it is compressed")
                 made = outline(archive.read(members["data.pkl"]))
-                if not isinstance(made, Made) or made.kind not in _TENSORS:
-                    raise ValueError("it is no plain tensor")
+                if not isinstance(made, Made) or made.kind not in PICKLED_TENSORS:
+                    raise ValueError("it is not a plain tensor")
                 storage, begin, sizes, strides = made.arguments[:4]
                 order = archive.read(members["byteorder"])
                 content = bytearray(archive.read(members[f"data/{storage.arguments[2]}"]))
@@ -186,10 +186,10 @@ class DcpTensor(StoredTensor):
 
 
 def read_dcp(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a folder that torch.distributed.checkpoint has written, by their names.
+    """Return the tensors of a torch.distributed.checkpoint folder by name.
 
     Raises:
-        CheckpointError: It is no such folder, or one of a kind that is not known.
+        CheckpointError: If it is not such a folder, or of an unknown format.
     """
     try:
         index = outline(read_bytes(folder / INDEX))
@@ -209,7 +209,7 @@ def read_dcp(folder: Path) -> dict[str, StoredTensor]:
         found: dict[str, StoredTensor] = {}
         for name, about in index["state_dict_metadata"].pairs:
             if "TensorStorageMetadata" not in about.kind:
-                continue  # of an optimizer or a scheduler: numbers and words
+                continue  # plain values of an optimizer or scheduler
             dtype = _dtype(about["properties"].state)
             parts = [(_sizes(chunk["offsets"]), _sizes(chunk["sizes"])) for chunk in about["chunks"]]
             chunks = [_Chunk(begins, sizes, *stored[name][begins]) for begins, sizes in parts]
@@ -223,12 +223,12 @@ def read_dcp(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _state(made: Made, name: str) -> Any:
-    """A field of a dataclass, None where the version that wrote it had none."""
+    """Return a field of a dataclass, or None if the version that wrote it did not have it."""
     return next((value for key, value in made.state.pairs if key == name), None)
 
 
 def _sizes(made: Any) -> tuple[int, ...]:
-    """A torch.Size, or a tuple."""
+    """Convert a torch.Size or a tuple."""
     if made is None:
         return ()
     numbers = made.arguments[0] if isinstance(made, Made) else made
@@ -240,5 +240,5 @@ def _dtype(properties: Any) -> torch.dtype:
     module, _, name = str(kind).partition(" ")
     found = getattr(torch, name, None) if module == "torch" else None
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{kind} is no type of a tensor")
+        raise ValueError(f"{kind} is not a tensor type")
     return found

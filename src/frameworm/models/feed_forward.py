@@ -1,7 +1,7 @@
 """The feed-forward part of a layer, `contract(gelu(expand(inputs)))`, with bias and GELU inside the matrix products.
 
-Between the two products lies the widest tensor of a layer. A kernel for the bias and GELU reads and writes it once
-more forward, and three times backward; here the products themselves end with it (cublas_lt.py).
+The tensor between the two products is the widest of a layer. A separate kernel for bias and GELU accesses it once more
+in forward and three times in backward; here they are fused into the products (cublas_lt.py).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def feed_forward(
     activation: nn.GELU | None = None,
     bias_gradient: bool = True,
 ) -> Tensor:
-    """GELU in its tanh form between two linear layers; fused where that runs: half precision on a GPU.
+    """Apply two linear layers with tanh GELU in between, fused if possible: half precision on a GPU.
 
     Args:
         inputs: [..., width].
         expand: The first layer.
         contract: The second.
-        onto: The stream that the result is added to; None: there is none.
-        activation: The layer that computes GELU in its tanh form where nothing is fused; None: torch's function.
-        bias_gradient: False where the gradient of the second layer's bias comes from somewhere else.
+        onto: The residual stream that the result is added to; None if there is none.
+        activation: Layer that computes tanh GELU if not fused; None for torch's function.
+        bias_gradient: Whether to compute the second layer's bias gradient; False if it comes from elsewhere.
     """
     last_bias = contract.bias if bias_gradient or contract.bias is None else contract.bias.detach()
     widths = (expand.in_features, expand.out_features, contract.out_features)
@@ -62,7 +62,7 @@ def feed_forward(
 def _feed_forward(
     inputs: Tensor, expand: Tensor, bias: Tensor, contract: Tensor, last_bias: Tensor | None, onto: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, what GELU made, and what it was given."""
+    """Return the result, GELU's output and GELU's input."""
     sums = inputs.new_empty(inputs.size(0), expand.size(0))
     activated = cublas_lt.multiply(
         inputs.contiguous(),
@@ -84,7 +84,7 @@ def _feed_forward(
     "frameworm::gelu_slope", mutates_args=(), schema="(Tensor gradient, Tensor contract, Tensor sums) -> Tensor"
 )
 def _gelu_slope(gradient: Tensor, contract: Tensor, sums: Tensor) -> Tensor:
-    """The gradient of what GELU was given."""
+    """Return the gradient of GELU's input."""
     return cublas_lt.multiply(gradient.contiguous(), contract.contiguous(), Ending.GELU_SLOPE, sums)
 
 

@@ -1,4 +1,4 @@
-"""A decoder of GPT-2's shape, which predicts the next token."""
+"""A decoder with GPT-2's architecture, which predicts the next token."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from frameworm.models.products import linear
 from frameworm.models.stream import Residual, as_stream, linear_parameters
 from frameworm.models.stream_norm import norm_and_stream, suits_stream_norm
 
-FUSED_FROM = 8192  # words; below, the logits are small enough to be held at once
+FUSED_FROM = 8192  # vocabulary size; below, all logits are small enough to hold at once
 
 
 class GPT(nn.Module):
     """Token and position embeddings, pre-norm decoder layers, and a head that shares the token embedding's weights.
 
     With the default sizes and GPT-2's vocabulary of 50,257 it has 124,439,808 parameters. The layers are in `layers`,
-    for whoever wraps them one by one (checkpointing, sharding).
+    for code that wraps them one by one (checkpointing, sharding).
 
     Args:
         vocab_size: Rows of the token embedding.
@@ -34,8 +34,8 @@ class GPT(nn.Module):
         num_layers: Number of decoder layers.
         max_seq_len: Longest context in tokens.
         dropout: Dropout after embeddings, attention and feed-forward; attention weights themselves are never dropped.
-        fused_loss: Compute the loss without ever holding all logits; auto does so on a GPU from 8,192 words on.
-        residual: `half` keeps the stream between the layers in autocast's numbers, where autocast is on.
+        fused_loss: Whether to compute the loss without holding all logits; auto does so on a GPU from 8,192 words on.
+        residual: `half` keeps the residual stream in autocast's dtype, if autocast is on.
     """
 
     def __init__(
@@ -59,21 +59,21 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(d_model, n_heads, dropout) for _ in range(num_layers))
         self.norm = nn.LayerNorm(d_model)
         self.apply(_initialise)
-        # Each layer adds to the residual stream twice; scaled so, its variance does not grow with depth.
+        # Each layer adds to the residual stream twice; this scale keeps its variance from growing with depth.
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             for projection in (layer.attention_output, layer.contract):
                 nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * num_layers))
 
     def forward(self, input_ids: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Predicts the token after each one.
+        """Predict the token after each one.
 
         Args:
             input_ids: Tokens, [batch, length].
-            targets: The tokens that really follow, [batch, length]; -100 is left out of the loss.
+            targets: The actual next tokens, [batch, length]; -100 does not count.
 
         Returns:
-            The mean cross-entropy over the targets if there are any, else logits, [batch, length, vocabulary].
+            The mean cross-entropy over the targets if given, else logits, [batch, length, vocabulary].
         """
         length = input_ids.size(1)
         if length > self.max_seq_len:
@@ -106,7 +106,7 @@ class DecoderLayer(nn.Module):
     """Causal attention, then feed-forward, each on the normalised input and added to it.
 
     Attributes:
-        own_kernels: Use kernels of our own, which do several operations at once, where they run.
+        own_kernels: Whether to use our own fused kernels where possible.
     """
 
     own_kernels = True
@@ -125,7 +125,7 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[batch, length, width] to the same."""
+        """Apply the layer to [batch, length, width]."""
         normed, onto, apart = self._open(hidden, self.norm_attention, self.attention_output.bias)
         result = self._attention(normed, onto, bias_gradient=not apart)
         hidden = hidden + self.dropout(result) if onto is None else result
@@ -134,8 +134,8 @@ class DecoderLayer(nn.Module):
         return hidden + self.dropout(result) if onto is None else result
 
     def _open(self, hidden: Tensor, norm: nn.LayerNorm, bias: Tensor) -> tuple[Tensor, Tensor | None, bool]:
-        """What a block starts from, what its last product adds to, and whether its last bias has its gradient."""
-        # What is dropped cannot be added inside a product.
+        """Return a block's input, what its last product adds to, and whether its last bias has its gradient."""
+        # A result that gets dropout cannot be added inside a product.
         if not self.own_kernels or (self.training and self.dropout.p > 0):
             return norm(hidden), None, False
         if suits_stream_norm(hidden):
@@ -154,7 +154,7 @@ class DecoderLayer(nn.Module):
         sizes = (batch, length, 3, self.n_heads, width // self.n_heads)
         project = self.query_key_value
         if self.own_kernels and suits_causal_kernels(hidden, self.n_heads):
-            # The gradient of the bias comes from attention itself.
+            # Attention itself computes the gradient of the bias.
             heads = linear(hidden, project, bias_gradient=False).view(sizes)
             mixed = causal_attention(heads, project.bias)
         else:
@@ -168,7 +168,7 @@ class DecoderLayer(nn.Module):
 
 
 def _initialise(module: nn.Module) -> None:
-    """GPT-2's: normal weights, zero biases."""
+    """Initialise like GPT-2: normal weights, zero biases."""
     if isinstance(module, nn.Embedding | nn.Linear):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear):

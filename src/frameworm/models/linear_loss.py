@@ -1,8 +1,8 @@
-"""Linear head and cross-entropy in one: the logits exist only a chunk of tokens at a time.
+"""Fused linear head and cross-entropy: the logits exist only for a chunk of tokens at a time.
 
-Logits of 16,384 tokens over 50,304 words are 1.6 GB in bf16, more than all else GPT-2 keeps for backward, and torch's
-own cross-entropy holds them in fp32 too. Here a chunk's logits are turned into their gradient in place and used up
-before the next chunk is computed. So the gradients are made in forward; backward only scales them.
+Logits of 16,384 tokens over 50,304 words take 1.6 GB in bf16, more than everything else that GPT-2 keeps for backward,
+and torch's own cross-entropy also holds them in fp32. Here a chunk's logits are turned into their gradient in place and
+used before the next chunk is computed. So gradients are computed in forward; backward only scales them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from frameworm.errors import ModelError
 from frameworm.models.kernels.cublas_lt import multiply
 from frameworm.models.kernels.cublas_plan import Ending
 
-LOGITS_BYTES = 2**30  # of one chunk: large enough for fast matrix products, small beside the model
+LOGITS_BYTES = 2**30  # of one chunk: large enough for fast matrix products, small compared with the model
 _FEWEST_TOKENS = 1024
-_AUTOCAST = ("cpu", "cuda")  # torch's own question which devices have it is one the compiler cannot trace
-_TILE = 128  # tokens; what matrix units like a multiple of
+_AUTOCAST = ("cpu", "cuda")  # devices with autocast; the compiler cannot trace torch's own check
+_TILE = 128  # tokens; matrix units prefer multiples of it
 
 Rows = Callable[[Tensor, Tensor, Tensor, int, bool], None]
 
@@ -30,20 +30,20 @@ Rows = Callable[[Tensor, Tensor, Tensor, int, bool], None]
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, chunk_tokens: int | None = None
 ) -> Tensor:
-    """The mean cross-entropy of `hidden @ weight.T` against the targets.
+    """Compute the mean cross-entropy of `hidden @ weight.T` against the targets.
 
-    Matrix products run in autocast's numbers, or else in those of `hidden`; softmax, loss and the sum of the weight's
-    gradient are fp32. There is no second derivative.
+    Matrix products use autocast's dtype, or else that of `hidden`; softmax, loss and the sum of the weight's gradient
+    are fp32. There is no second derivative.
 
     Args:
         hidden: [tokens, width].
         weight: [vocabulary, width]; may be shared with the embedding.
         targets: int64, [tokens].
-        ignore_index: Target that is left out of the mean.
-        chunk_tokens: Tokens whose logits are held at a time; None chooses by size.
+        ignore_index: Target that does not count.
+        chunk_tokens: Tokens whose logits are held at a time; None to choose by size.
 
     Returns:
-        A scalar, fp32; 0 when all targets are left out.
+        A scalar, fp32; 0 if no target counts.
     """
     device_type = hidden.device.type
     if device_type in _AUTOCAST and torch.is_autocast_enabled(device_type):
@@ -60,7 +60,7 @@ def summed_cross_entropy(
     chunk_tokens: int | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """As `linear_cross_entropy`, but the sum over the targets, in the numbers of `hidden` whatever autocast says.
+    """Like `linear_cross_entropy`, but the sum over the targets, and in the dtype of `hidden` regardless of autocast.
 
     Args:
         bias: [vocabulary], added to the logits.
@@ -75,7 +75,7 @@ def summed_cross_entropy(
 
 
 def choose_chunk(tokens: int, vocabulary: int, element_bytes: int) -> int:
-    """Tokens per chunk: equal shares that keep a chunk's logits within `LOGITS_BYTES`, and no tiny products."""
+    """Choose tokens per chunk: equal chunks with logits within `LOGITS_BYTES`, but no tiny products."""
     most = max(_FEWEST_TOKENS, LOGITS_BYTES // (vocabulary * element_bytes))
     chunks = max(1, -(-tokens // most))
     return max(1, min(tokens, -(-tokens // (chunks * _TILE)) * _TILE))
@@ -97,7 +97,7 @@ def _linear_cross_entropy(
     bias: Tensor | None,
     frozen: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum of the losses and its gradients, of a frozen head the hidden state's alone; opaque to the compiler."""
+    """Return the summed loss and its gradients (for a frozen head only the hidden state's); opaque to the compiler."""
     tokens, vocabulary = hidden.size(0), weight.size(0)
     chunk = chunk_tokens or choose_chunk(tokens, vocabulary, hidden.element_size())
     losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
@@ -147,7 +147,7 @@ def _gradient_buffers(
     grad_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     if frozen:
         return grad_hidden, nothing[0], nothing[1]
-    # Without tokens no product fills the weight's gradient.
+    # Without tokens, no product fills the weight's gradient.
     make = torch.empty if hidden.size(0) else torch.zeros
     grad_weight = make(weight.shape, dtype=torch.float32, device=weight.device)
     grad_bias = nothing[1] if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
@@ -170,7 +170,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *others: Tensor | None) -> tup
     result: list[Tensor | None] = [None] * 8
     if grad_loss is None:
         return tuple(result)
-    # Multiplied only here, with the loss scale in `grad_loss`: so small fp16 gradients survive.
+    # Multiplied only here, as `grad_loss` contains the loss scale: small fp16 gradients survive.
     for place, gradient, dtype in zip((0, 1, 6), ctx.saved_tensors, ctx.dtypes):
         if ctx.needs_input_grad[place]:
             result[place] = (gradient.float() * grad_loss).to(dtype)
@@ -192,7 +192,7 @@ def _rows_on(device_type: str) -> Rows:
 def _cross_entropy_rows(
     logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, with_gradient: bool
 ) -> None:
-    """What the kernel of the same name does, in torch's own operations."""
+    """Do the same as the kernel `cross_entropy_rows` with torch's own operations."""
     real = targets != ignore_index
     column = targets.where(real, 0).unsqueeze(1)
     values = logits.float()

@@ -1,4 +1,4 @@
-"""The loaders of a workload, as a resolved config asks for them."""
+"""Build the loaders of a workload as a resolved config asks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from frameworm.data.loader import OptimizedDataLoader
 from frameworm.models.workloads import Workload
 
 CAPTURED_WIDTHS = 16
-CAPTURED_HALVES = 10  # of a bucketed step's two passes: 5 x 6 pairs of widths at most, each a graph
-EAGER_WIDTHS = 64  # on a CPU new shapes cost little, and what is padded for less of them costs more
+CAPTURED_HALVES = 10  # for the two passes of a bucketed step: at most 5 x 6 pairs of widths, each a graph
+EAGER_WIDTHS = 64  # on a CPU new shapes cost little, and padding to fewer widths costs more
 
 
 def build_loader(config: Config, workload: Workload, data: Any, *, evaluation: bool) -> Any:
-    """The loader of a resolved config over a workload's training or validation data."""
+    """Build the loader of a resolved config over a workload's training or validation data."""
     settings, training = config.data, config.training
     assert isinstance(training.micro_batch, int)
     assert isinstance(settings.eval_batch, int)
@@ -37,11 +37,12 @@ def build_loader(config: Config, workload: Workload, data: Any, *, evaluation: b
         epochs=training.epochs,
         on_error=settings.on_error,
         most_widths=None if evaluation else _most_widths(config),
+        same_widths=not evaluation and config.gpu.capture != "off",
     )
 
 
 def _most_widths(config: Config) -> int | None:
-    """How many widths batches may have: a graph is captured for each, and a compiler sees each as something new."""
+    """How many widths batches may have, as each needs its own graph or compilation."""
     gpu = config.gpu
     if config.data.batching == "bucketed":
         if gpu.capture != "off":

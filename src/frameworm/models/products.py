@@ -1,6 +1,6 @@
-"""Linear layers whose matrix products, forward and backward, run by the fastest kernel there is (cublas_lt.py).
+"""Linear layers whose matrix products use the fastest kernel in forward and backward (cublas_lt.py).
 
-To the compiler these are operations it does not look into, as those of torch's own libraries are.
+They are opaque to the compiler, like calls of torch's own libraries.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from frameworm.models.kernels import cublas_lt
 from frameworm.models.kernels.cublas_plan import Ending, fits, library
 from frameworm.models.stream import autocast_dtype, computes_in_half
 
-_HAS_LIBRARY = library() is not None  # asked here: the compiler cannot trace the question
+_HAS_LIBRARY = library() is not None  # here, because the compiler cannot trace the check
 
 
 def runs_here(inputs: Tensor, *widths: int) -> bool:
@@ -24,13 +24,13 @@ def runs_here(inputs: Tensor, *widths: int) -> bool:
 
 
 def linear(inputs: Tensor, layer: nn.Linear, onto: Tensor | None = None, *, bias_gradient: bool = True) -> Tensor:
-    """What the layer gives, added to `onto`; small products are torch's own.
+    """Apply a linear layer and add the result to `onto`; small products are left to torch.
 
     Args:
         inputs: [..., width].
-        layer: Its own hooks are not called.
-        onto: The stream that the result is added to; None: there is none.
-        bias_gradient: False where the gradient of the bias comes from somewhere else.
+        layer: The layer; its hooks are not called.
+        onto: The residual stream that the result is added to; None if there is none.
+        bias_gradient: Whether to compute the bias's gradient; False if it comes from elsewhere.
     """
     bias = layer.bias if bias_gradient or layer.bias is None else layer.bias.detach()
     small = inputs.numel() * layer.out_features < cublas_lt.LARGE
@@ -48,7 +48,7 @@ def linear(inputs: Tensor, layer: nn.Linear, onto: Tensor | None = None, *, bias
     "frameworm::product", mutates_args=(), schema="(Tensor left, Tensor right, bool left_transposed) -> Tensor"
 )
 def product(left: Tensor, right: Tensor, left_transposed: bool) -> Tensor:
-    """`left @ right`, or `left.T @ right`; without a gradient."""
+    """Compute `left @ right`, or `left.T @ right`, without autograd."""
     return cublas_lt.multiply(left.contiguous(), right.contiguous(), left_transposed=left_transposed)
 
 

@@ -1,6 +1,6 @@
-"""Attention over packed sequences by kernels of our own, for lengths and widths at which flash attention's waste time.
+"""Attention over packed sequences by our own kernels, for lengths and widths at which flash attention is slow.
 
-See kernels/attention.py for how they work. To the compiler they are operations it does not look into.
+See kernels/attention.py for how they work. They are opaque to the compiler.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_WIDTHS = (16, 32, 64)  # of a head
+_WIDTHS = (16, 32, 64)  # head widths
 _LONGEST = 512
-_HAS_TRITON = importlib.util.find_spec("triton") is not None  # asked here: the compiler cannot trace the question
+_HAS_TRITON = importlib.util.find_spec("triton") is not None  # here, because the compiler cannot trace the check
 
-# Own rows, rows at a time, warps, stages; found by trial on an H200 with texts of AG News' and of IMDB's lengths.
+# Own rows, rows at a time, warps, stages; tuned on an H200 with texts of AG News' and IMDB's lengths.
 _FORWARD_TILES = (64, 64, 4, 3)
 _BACKWARD_TILES = (64, 64, 4, 2)
 
 
 def suits_short_kernels(heads: Tensor, max_length: int) -> bool:
-    """Whether the kernels run here and are the faster ones; `heads` is [tokens, 3, heads, width of a head]."""
+    """Whether the kernels run here and are faster; `heads` is [tokens, 3, heads, head width]."""
     half = heads.dtype in (torch.float16, torch.bfloat16)
     return heads.is_cuda and half and heads.size(3) in _WIDTHS and max_length <= _LONGEST and _HAS_TRITON
 
 
 def short_attention(heads: Tensor, offsets: Tensor, max_length: int, causal: bool = False) -> Tensor:
-    """Attention of every token to the tokens of its own sequence; see `packed_self_attention`."""
+    """Compute the attention of every token to its own sequence; see `packed_self_attention`."""
     mixed: Tensor = _short_attention(heads, offsets, max_length, causal)[0]
     return mixed
 
@@ -38,7 +38,7 @@ def short_attention(heads: Tensor, offsets: Tensor, max_length: int, causal: boo
     schema="(Tensor heads, Tensor offsets, int max_length, bool causal) -> (Tensor, Tensor)",
 )
 def _short_attention(heads: Tensor, offsets: Tensor, max_length: int, causal: bool) -> tuple[Tensor, Tensor]:
-    """What is mixed, and what backward needs of the softmax."""
+    """Return the mixed values, and what backward needs of the softmax."""
     from frameworm.models.kernels.attention import Tiles, attend
 
     return attend(heads.contiguous(), offsets.contiguous(), max_length, causal, Tiles(*_FORWARD_TILES))

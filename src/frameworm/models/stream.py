@@ -1,4 +1,4 @@
-"""The numbers in which a model computes, and the stream that its layers add to."""
+"""The dtype in which a model computes, and the residual stream that its layers add to."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Residual = Literal["fp32", "half"]
 
 
 def as_stream(hidden: Tensor, residual: Residual) -> Tensor:
-    """What enters the first layer: with `half` in autocast's numbers, where autocast is on, and so all that follows."""
+    """Return the first layer's input; with `half`, it and so the whole residual stream is in autocast's dtype."""
     return hidden.to(autocast_dtype(hidden)) if residual == "half" else hidden
 
 
 def autocast_dtype(inputs: Tensor) -> torch.dtype:
-    """The numbers in which a matrix product of these inputs is computed."""
+    """Return the dtype in which a matrix product of these inputs is computed."""
     device_type = inputs.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else inputs.dtype
 
@@ -28,7 +28,7 @@ def computes_in_half(inputs: Tensor) -> bool:
 
 
 def linear_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """The parameters of all linear layers, which autocast casts wherever they are read: modules and names."""
+    """Yield module and name of the parameters of all linear layers, which autocast casts wherever they are read."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             yield from ((module, name) for name, _ in module.named_parameters(recurse=False))

@@ -1,8 +1,8 @@
-"""Layer norm at the start of a residual block, together with the stream that runs past the block.
+"""Layer norm at the start of a residual block, fused with the residual stream that bypasses the block.
 
-In backward the gradient that ran past is added to the one that came through the norm, and its sum over all tokens is
-the gradient of the bias that the block ends with. Done one by one, each of these reads or writes the stream again;
-here a single kernel does it (kernels/norm.py).
+In backward, the stream's gradient is added to the gradient through the norm, and its sum over all tokens is the
+gradient of the bias at the end of the block. Done separately, each of these reads or writes the stream again; here a
+single kernel does them all (kernels/norm.py).
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import Tensor, nn
 from frameworm.models.stream import autocast_dtype, computes_in_half
 
 _WIDEST = 4096  # columns that one program holds
-_HAS_TRITON = importlib.util.find_spec("triton") is not None  # asked here: the compiler cannot trace the question
+_HAS_TRITON = importlib.util.find_spec("triton") is not None  # here, because the compiler cannot trace the check
 
 
 def suits_stream_norm(hidden: Tensor) -> bool:
-    """Whether the kernel runs here: a stream in half precision on a GPU."""
+    """Whether the kernel runs here: a half-precision residual stream on a GPU."""
     if not (hidden.is_cuda and _HAS_TRITON and computes_in_half(hidden)):
         return False
     return hidden.dtype == autocast_dtype(hidden) and hidden.size(-1) <= _WIDEST
 
 
 def norm_and_stream(hidden: Tensor, norm: nn.LayerNorm, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The stream normalised, and the stream itself, for the block to add its result to.
+    """Return the normalised residual stream, and the stream itself for the block to add its result to.
 
     Args:
-        hidden: The stream, [..., width].
+        hidden: The residual stream, [..., width].
         norm: With weight and bias, over the last dimension.
-        bias: What the block adds at its end, [width]; gets its gradient here, so whoever adds it detaches it.
+        bias: The bias at the end of the block, [width]; it gets its gradient here, so the block must add it detached.
     """
     normed, stream = _NormAndStream.apply(hidden, norm.weight, norm.bias, bias, norm.eps)  # type: ignore[no-untyped-call]
     return normed, stream
@@ -65,7 +65,7 @@ class _NormAndStream(torch.autograd.Function):
 def _norm_backward(
     gradient: Tensor, stream: Tensor, inputs: Tensor, weight: Tensor, means: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the inputs, [rows, width], and in fp32 those of weight and bias and the sum of `stream`."""
+    """Return the gradient of the inputs, [rows, width], and in fp32 those of weight and bias and `stream`'s sum."""
     if inputs.is_cuda:
         from frameworm.models.kernels.norm import norm_backward
 
@@ -76,7 +76,7 @@ def _norm_backward(
 def norm_backward_in_steps(
     gradient: Tensor, stream: Tensor, inputs: Tensor, weight: Tensor, means: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What the kernel does, by torch's own operations."""
+    """Do the same as the kernel with torch's own operations."""
     given, values = gradient.float(), (inputs.float() - means[:, None]) * scales[:, None]
     sums = torch.stack([(given * values).sum(0), given.sum(0), stream.float().sum(0)])
     given = given * weight

@@ -1,6 +1,6 @@
 """A transformer encoder that classifies texts.
 
-Nothing in `forward` waits for the device: lengths stay tensors, so the model can be compiled and captured.
+Nothing in `forward` waits for the device: lengths remain tensors, so the model can be compiled and captured.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from frameworm.errors import ModelError
 from frameworm.models.attention import packed_self_attention, sequence_of_tokens
 from frameworm.models.stream import Residual, as_stream, linear_parameters
 
-# Samples x tokens up to which a matrix product adds up a packed batch; beyond, that matrix would be the largest thing.
+# Largest samples x tokens for which a matrix product sums a packed batch; beyond, that matrix would be too large.
 _LARGEST_MEMBERSHIP = 2**26
 
 
 class TextClassifier(nn.Module):
     """Token and position embeddings, pre-norm encoder layers, mean over the real tokens, one linear head.
 
-    The layers are in `layers`, for whoever wraps them one by one (checkpointing, sharding).
+    The layers are in `layers`, for code that wraps them one by one (checkpointing, sharding).
 
     Args:
         vocab_size: Rows of the token embedding.
@@ -36,7 +36,7 @@ class TextClassifier(nn.Module):
         max_seq_len: Longest input in tokens.
         dropout: Dropout after embeddings, attention and feed-forward; attention weights themselves are never dropped.
         pad_id: Token whose embedding stays zero.
-        residual: `half` keeps the stream between the layers in autocast's numbers, where autocast is on.
+        residual: `half` keeps the residual stream in autocast's dtype, if autocast is on.
     """
 
     accepts_packed = True
@@ -72,15 +72,15 @@ class TextClassifier(nn.Module):
         offsets: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Scores each text of a padded batch (`lengths` given) or of a packed one (`offsets` and `positions`).
+        """Score each text of a padded batch (`lengths` given) or of a packed one (`offsets` and `positions`).
 
         Args:
-            input_ids: Tokens. Padded: [batch, length]; what lies beyond a text's length is ignored. Packed: [tokens],
-                the texts end to end and then a tail that fills up.
+            input_ids: Tokens. Padded: [batch, length]; tokens beyond a text's length are ignored. Packed: [tokens], the
+                texts end to end, then a tail of padding.
             lengths: Real tokens of each text, [batch], at least 1.
-            offsets: Borders of the texts and of the tail's pieces, [pieces + 1]. The texts are as many as the pieces
-                beyond those a tail of all tokens would need, `ceil(tokens / max_seq_len)`; an empty one is missing.
-            positions: Place of each token in its own text, [tokens].
+            offsets: Boundaries of the texts and of the tail's pieces, [pieces + 1]. The last `ceil(tokens /
+                max_seq_len)` pieces are reserved for the tail; the others are the texts. An empty text is missing.
+            positions: Position of each token in its own text, [tokens].
 
         Returns:
             Logits, [batch, classes].
@@ -95,7 +95,7 @@ class TextClassifier(nn.Module):
         positions = torch.arange(length, device=input_ids.device)
         real = None if _are_full(lengths, length) else positions < lengths.unsqueeze(1)
         hidden = _dropped(self.token_embedding(input_ids) + self.position_embedding(positions), self.dropout)
-        # One row of tokens between the layers: a linear layer would make it one each time, there and back.
+        # Flatten to one row of tokens once; otherwise every linear layer would flatten it and restore the shape.
         hidden = as_stream(hidden, self.residual).flatten(0, 1)
         attended = None if real is None else real[:, None, None, :]
         batch = input_ids.size(0)
@@ -151,9 +151,9 @@ class EncoderLayer(nn.Module):
         offsets: Tensor | None = None,
         max_length: int = 0,
     ) -> Tensor:
-        """[tokens, width] to the same: of a `padded` batch of texts by tokens, or of texts between `offsets`.
+        """Apply the layer to [tokens, width]: a batch of texts by tokens (`padded`), or texts between `offsets`.
 
-        `attended` is true for the tokens that may be looked at, broadcast to [batch, heads, length, length].
+        `attended` is True for tokens that may be attended to, broadcast to [batch, heads, length, length].
         """
         normalised = self.norm_attention(hidden)
         if offsets is None:
@@ -182,40 +182,40 @@ class EncoderLayer(nn.Module):
 
 
 def _dropped(hidden: Tensor, dropout: nn.Dropout) -> Tensor:
-    """Dropout, and no call where there is none."""
+    """Apply dropout, without a call if there is none."""
     result: Tensor = dropout(hidden) if dropout.p else hidden
     return result
 
 
 def _are_full(lengths: Tensor, length: int) -> bool:
-    """Whether a batch has no padding, asked only where the host knows: such batches need no mask."""
+    """Whether a batch is known to have no padding, and so needs no mask; checked only on a CPU."""
     asks = type(lengths) is Tensor and lengths.is_cpu and not torch.compiler.is_compiling()
     return asks and bool((lengths == length).all())
 
 
 def _mean_per_text(hidden: Tensor, offsets: Tensor) -> Tensor:
-    """Mean over each text's tokens, [texts, width]; 0 for an empty text. Tokens after the last border are left out."""
+    """Average over each text's tokens, [texts, width]; 0 for an empty text. Ignores tokens after the last boundary."""
     tokens, texts = hidden.size(0), offsets.size(0) - 1
     starts, ends = offsets[:-1].unsqueeze(1), offsets[1:].unsqueeze(1)
     if hidden.device.type != "cpu" and texts * tokens <= _LARGEST_MEMBERSHIP:
         token = torch.arange(tokens, device=hidden.device, dtype=offsets.dtype)
         member = (token >= starts) & (token < ends)
-        # In their own numbers: as in a padded batch, the mean is not a matter of autocast.
+        # In the dtype of `hidden`: as in a padded batch, autocast does not affect the mean.
         with _without_autocast(hidden.device.type):
             total = member.to(hidden.dtype) @ hidden
     else:
-        text = sequence_of_tokens(offsets, tokens)  # the tail gets the number after the last text
+        text = sequence_of_tokens(offsets, tokens)  # the tail gets the index after the last text
         total = hidden.new_zeros(texts + 1, hidden.size(1)).index_add(0, text, hidden)[:texts]
     return total / (ends - starts).clamp(min=1).to(hidden.dtype)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    # Asked by name: torch's own question which devices have autocast is one the compiler cannot trace.
+    # Checked by name, as the compiler cannot trace torch's own check for devices with autocast.
     return torch.autocast(device_type, enabled=False) if device_type in ("cpu", "cuda") else nullcontext()
 
 
 def _initialise(module: nn.Module) -> None:
-    """Small embeddings, Glorot matrices, zero biases: learns at once without warm-up tricks at these sizes."""
+    """Initialise small embeddings, Glorot matrices and zero biases: at these sizes the model learns without warm-up."""
     if isinstance(module, nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
         if module.padding_idx is not None:

@@ -1,7 +1,7 @@
-"""Weights from files, in any of the forms in which they are handed on, read tensor by tensor into a model.
+"""Load weights from files of common formats into a model, tensor by tensor.
 
-A safetensors file, several with an index, a folder as `save_pretrained` writes it, or one of
-torch.distributed.checkpoint. None of them is loaded as a pickle.
+The formats are a safetensors file, several with an index, a folder written by `save_pretrained`, and a
+torch.distributed.checkpoint folder. None is loaded as a pickle.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from frameworm.models.dcp_files import INDEX as DCP_INDEX
 from frameworm.models.dcp_files import read_dcp
 from frameworm.parallel.shards import SAFETENSORS_TYPES, StoredTensor, own_part
 from frameworm.records.reading import read_json
+from frameworm.torch_private.tensors import storage_id
 
 log = logging.getLogger("frameworm")
 SAFETENSORS, SAFETENSORS_INDEX = ".safetensors", ".safetensors.index.json"
-_MANIFEST = "manifest.json"  # of a checkpoint of ours, whose files are no weights by themselves
+_MANIFEST = "manifest.json"  # of our checkpoints, whose files are not standalone weights
 _NAMED = 3  # most names in an error
 
 
@@ -36,7 +37,7 @@ class SafetensorsTensor(StoredTensor):
         self._name = name
 
     def read(self, first_row: int = 0, rows: int | None = None) -> torch.Tensor:
-        """These rows of it in host memory."""
+        """Read some rows into host memory."""
         with _opened(self._path) as file:
             if not self.shape or (first_row == 0 and rows in (None, self.shape[0])):
                 return file.get_tensor(self._name)  # type: ignore[no-any-return]
@@ -45,17 +46,17 @@ class SafetensorsTensor(StoredTensor):
 
 
 def holds_weights(path: Path) -> bool:
-    """Whether a path is of weights alone, rather than of a run or a checkpoint."""
+    """Whether a path holds weights alone, rather than a run or a checkpoint."""
     if path.is_dir():
         return not (path / _MANIFEST).exists() and _weights_in(path) is not None
     return path.name.endswith((SAFETENSORS, SAFETENSORS_INDEX))
 
 
 def open_weights(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file or a folder by their names, to be read when they are needed.
+    """Open the tensors of a file or folder by name, to be read on demand.
 
     Raises:
-        CheckpointError: There is none, or it is in no form that is known, or damaged.
+        CheckpointError: If there is none, or it is damaged or of an unknown format.
     """
     if path.is_dir():
         within = _weights_in(path)
@@ -77,7 +78,7 @@ def open_weights(path: Path) -> dict[str, StoredTensor]:
         places = read_json(path)["weight_map"]
         files = dict.fromkeys(str(name) for name in places.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no index of safetensors files: {error!r}") from None
+        raise CheckpointError(f"{path} is not an index of safetensors files: {error!r}") from None
     outside = next((name for name in files if Path(name).name != name), None)
     if outside is not None:
         raise CheckpointError(f"{path} leads to {outside}, out of its folder")
@@ -89,17 +90,17 @@ def open_weights(path: Path) -> dict[str, StoredTensor]:
 
 
 def load_weights(model: nn.Module, path: str | Path, padded: Mapping[str, int] | None = None) -> None:
-    """Loads weights into a model; names and shapes must agree, but for a prefix.
+    """Load weights into a model; names and shapes must agree, except for a prefix.
 
     Args:
-        model: Gets the weights. Of weights it shares between modules one name in the file is enough.
+        model: The model. For a weight shared between modules, one name in the file is enough.
         path: `model.init_from`.
-        padded: Weights with more rows than are in use, and how many are: the file may hold as few as these, the other
-            rows stay as they are.
+        padded: The number of rows in use of weights that have more; the file may hold only these, and the other rows
+            stay as they are.
 
     Raises:
-        ConfigError: There is no such file.
-        CheckpointError: It cannot be read, or is of another model.
+        ConfigError: If there is no such file.
+        CheckpointError: If it cannot be read, or belongs to another model.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -127,20 +128,19 @@ def load_weights(model: nn.Module, path: str | Path, padded: Mapping[str, int] |
 def fitted(
     found: Mapping[str, StoredTensor], own: Mapping[str, object], where: str, *, complete: bool = False
 ) -> dict[str, StoredTensor]:
-    """The weights of a file by the names of a model.
+    """Match the weights of a file to the names of a model.
 
-    Where no name is the same, the one prefix is taken from them, or put before them, with which most are: what wrappers
-    such as DDP and torch.compile add, or a model around this one. Tensors without the prefix, such as those of an
-    optimizer, are left aside.
+    If no name matches, the prefix that makes most names match is removed from them, or added: DDP, torch.compile or an
+    enclosing model add such prefixes. Tensors without the prefix, such as an optimizer's, are ignored.
 
     Args:
-        found: The weights, by the names in the file.
+        found: The weights, by their names in the file.
         own: The model's state.
         where: The file, for messages.
-        complete: Of weights that the model shares between modules, give those that the file lacks too.
+        complete: Whether to include all names of shared weights, even those that the file lacks.
 
     Raises:
-        CheckpointError: A name of the model is missing, or one is unknown to it.
+        CheckpointError: If a name of the model is missing, or the file has an unknown one.
     """
     names = {name for name, item in own.items() if isinstance(item, Tensor)}
     kept = dict(found)
@@ -150,7 +150,7 @@ def fitted(
             kept = {put + name[len(taken) :]: item for name, item in found.items() if name.startswith(taken)}
             what = f"without their prefix {taken}" if taken else f"with the prefix {put} before them"
             aside = len(found) - len(kept)
-            log.info("%s: its names are taken %s%s", where, what, f"; {aside} others are left aside" if aside else "")
+            log.info("%s: its names are taken %s%s", where, what, f"; {aside} others are ignored" if aside else "")
     present = {storage_of(own[name]) for name in names & kept.keys()}
     missing = [name for name in own if name in names - kept.keys() and storage_of(own[name]) not in present]
     unexpected = [name for name in kept if name not in names]
@@ -165,7 +165,7 @@ def fitted(
 
 
 def _prefixes(found: Iterable[str], names: set[str]) -> tuple[str, str]:
-    """What to take from the names of a file, or to put before them, so that most are names of a model."""
+    """Find the prefix to remove from a file's names, or to add, so that most are names of a model."""
     found = list(found)
     own = next(iter(sorted(names, key=len, reverse=True)), "")
     taken = {name[: -len(own)] for name in found if own and name.endswith(f".{own}")}
@@ -179,7 +179,7 @@ def _prefixes(found: Iterable[str], names: set[str]) -> tuple[str, str]:
 
 
 def _weights_in(folder: Path) -> Path | None:
-    """The file of a folder to begin with: an index of several, or the only one."""
+    """Find the main file of a folder: an index of several, or the only one."""
     if (folder / DCP_INDEX).is_file():
         return folder / DCP_INDEX
     for ending in (SAFETENSORS_INDEX, SAFETENSORS):
@@ -193,7 +193,7 @@ def _weights_in(folder: Path) -> Path | None:
 def _in_file(path: Path) -> dict[str, StoredTensor]:
     with _opened(path) as file:
         found: dict[str, StoredTensor] = {}
-        for name in file.keys():  # noqa: SIM118 (it is no mapping)
+        for name in file.keys():  # noqa: SIM118 (not a mapping)
             part = file.get_slice(name)
             found[name] = SafetensorsTensor(path, name, part.get_shape(), SAFETENSORS_TYPES[part.get_dtype()])
         return found
@@ -212,7 +212,7 @@ def _some(names: list[str]) -> str:
 
 
 def storage_of(tensor: object) -> tuple[object, ...]:
-    """The same for two names of one weight, even for one of which this rank holds nothing."""
+    """Return an ID that is equal for two names of one weight, even if this rank holds nothing of it."""
     assert isinstance(tensor, Tensor)
     part = own_part(tensor)
-    return part.untyped_storage()._cdata, part.storage_offset(), part.shape
+    return storage_id(part), part.storage_offset(), part.shape

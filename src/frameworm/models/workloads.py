@@ -1,4 +1,4 @@
-"""From a config to a model and its data: the built-in workloads, or a function of the user's own."""
+"""From a config to a model and its data: the built-in workloads, or a user's function."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from frameworm.models.text_classifier import TextClassifier
 from frameworm.models.weight_files import load_weights
 
 log = logging.getLogger("frameworm")
-VOCABULARY_MULTIPLE = 64  # rows of GPT's head: matrix units work in such steps
+VOCABULARY_MULTIPLE = 64  # rows of GPT's head, for matrix units
 _EXPECTED = (
     "a Workload(model, train_data, val_data, loss_fn, collate_fn) or a tuple (model, train_data, val_data[, loss_fn])"
 )
@@ -32,16 +32,16 @@ _EXPECTED = (
 
 @dataclass
 class Workload:
-    """A model and the data it learns from.
+    """A model and the data that it learns from.
 
     Attributes:
         model: A torch module.
         train_data: A map-style data set, an iterable one, or a ready loader.
-        val_data: The same for validation; None: no validation.
-        loss_fn: As for `Trainer`; None where the model gives its loss or targets are integers.
-        collate_fn: Makes a batch of samples; None: torch's own.
+        val_data: The same for validation; None for no validation.
+        loss_fn: As for `Trainer`; None if the model returns its loss or targets are integers.
+        collate_fn: Collates samples into a batch; None for torch's own.
         metrics: As for `Trainer`.
-        processing_class: As for `Trainer`: the tokenizer or processor that an exported model goes with.
+        processing_class: As for `Trainer`: the tokenizer or processor exported with the model.
     """
 
     model: nn.Module
@@ -54,14 +54,14 @@ class Workload:
 
 
 class TokenisingNotice:
-    """Says that texts are being tokenised, and now and then how far that is; a cached data set says nothing."""
+    """Logs that texts are being tokenised, with occasional progress; logs nothing for a cached data set."""
 
     def __init__(self, every_s: float = 10.0) -> None:
         self._every_s = every_s
         self._next = 0.0
 
     def __call__(self, done: int, total: int) -> None:
-        """Called by the data floor as it goes."""
+        """Log progress; called while texts are tokenised."""
         now = monotonic()
         if now >= self._next and done < total:
             once = " (once: the result is cached)" if self._next == 0.0 else ""
@@ -70,18 +70,18 @@ class TokenisingNotice:
 
 
 def build_workload(config: Config, progress: Progress | None = None, *, weights_seed: int | None = None) -> Workload:
-    """Builds the model and opens the data that a config asks for.
+    """Build the model and open the data that a config asks for.
 
-    Weights depend on the seed alone, not on what the preparation of the data drew before.
+    Weights depend only on the seed, not on random numbers drawn while preparing the data.
 
     Args:
         config: A whole run; `workload` decides what is built.
         progress: Called with (done, total) while texts are tokenised.
-        weights_seed: Other weights for the same data; None: `config.seed`.
+        weights_seed: Seed of the weights; None for `config.seed`.
 
     Raises:
-        ConfigError: The workload does not exist or returns something else, or a size contradicts the data.
-        CheckpointError: `model.init_from` holds weights of another model.
+        ConfigError: If the workload does not exist or returns something else, or a size contradicts the data.
+        CheckpointError: If `model.init_from` holds weights of another model.
     """
     check_buildable(config, "config")
     padded: dict[str, int] = {}
@@ -113,7 +113,7 @@ def _text_classifier(
 def _gpt(
     config: Config, settings: GPTModelConfig, progress: Progress | None, seed: int
 ) -> tuple[Workload, dict[str, int]]:
-    """The workload, and the rows in use of weights that have more."""
+    """Build the workload; also return the number of rows in use for weights that have more."""
     if config.data.batching == "packed":
         _check_packable(GPT)  # before the texts are tokenised
     data = load_language_modelling(config.data, max_seq_len=settings.max_seq_len, seed=config.seed, progress=progress)
@@ -127,7 +127,7 @@ def _gpt(
 def make_text_classifier(
     settings: TextClassifierModelConfig, vocab_size: int, num_classes: int, pad_id: int
 ) -> TextClassifier:
-    """The classifier of a config, its `auto` sizes decided."""
+    """Build the classifier of a config with its `auto` sizes resolved."""
     return TextClassifier(
         vocab_size=vocab_size,
         num_classes=num_classes,
@@ -143,7 +143,7 @@ def make_text_classifier(
 
 
 def make_gpt(settings: GPTModelConfig, vocab_size: int) -> GPT:
-    """The decoder of a config, its `auto` size decided."""
+    """Build the decoder of a config with its `auto` size resolved."""
     return GPT(
         vocab_size=vocab_size,
         d_model=settings.d_model,
@@ -167,7 +167,7 @@ def _check_packable(model: nn.Module | type[nn.Module]) -> None:
 
 
 def _own_workload(config: Config, seed: int) -> Workload:
-    """Calls `package.module:function`; what the function raises is the user's to see, unchanged."""
+    """Call `package.module:function`; its exceptions reach the user unchanged."""
     function = _find_function(config.workload)
     result = _seeded(seed, lambda: function(config))
     if isinstance(result, tuple) and len(result) in (3, 4):
@@ -197,7 +197,7 @@ def _find_function(workload: str) -> Callable[[Config], Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, something it imports is not
+            raise  # the module exists, but something that it imports does not
         raise ConfigError(
             f"workload: there is no module {error.name} for {workload}; it is looked for in {folder} and among the "
             "installed packages"
@@ -217,14 +217,14 @@ def _find_function(workload: str) -> Callable[[Config], Any]:
 
 
 def _seeded(seed: int, build: Callable[[], Any]) -> Any:
-    """Builds under the seed and leaves the random state as it was."""
+    """Build under the seed and restore the random state."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return build()
 
 
 def _at_least(key: str, wanted: int | str, needed: int, what: str) -> int:
-    """A size the user may set, but not below what the data needs."""
+    """Resolve a size that the user may set, but not below what the data needs."""
     if wanted == "auto":
         return needed
     size = int(wanted)

@@ -1,5 +1,5 @@
-"""Two ways of computing a training step, compared from the same state.
+"""Compares two ways of computing a training step from the same state.
 
-In: a model, an optimizer and the tensors that a step changes. Out: measurements of how far apart two gradients are, as
-plain numbers that `guard.agreement` judges. The engine and scripts of others use the same comparison.
+In: a model, an optimizer and the tensors that a step changes. Out: measured differences between gradients, as plain
+numbers that `guard.agreement` judges. The engine and attached scripts use the same comparison.
 """

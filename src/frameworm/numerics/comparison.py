@@ -1,7 +1,7 @@
-"""How far the outputs of one step lie apart when it is computed in several ways from the same state.
+"""How far the outputs of one step differ if it is computed in several ways from the same state.
 
-Outputs are what is linear in the gradient: the loss, the gradient of every parameter before clipping, and what the step
-adds to floating-point buffers. An optimizer's update is not among them: Adam turns the sign of a vanishing gradient
+Outputs are everything linear in the gradient: the loss, the gradient of every parameter before clipping, and what the
+step adds to floating-point buffers. The optimizer's update is not included: Adam turns the sign of a vanishing gradient
 into a full step, so rounding would look like a change there.
 """
 
@@ -21,13 +21,13 @@ Sketches = dict[str, torch.Tensor]
 def outputs_of(
     loss: torch.Tensor, gradients: Mapping[str, torch.Tensor], tensors: StepTensors, before: Mapping[str, torch.Tensor]
 ) -> Sketches:
-    """Sketches of what a step gave.
+    """Sketch the outputs of a step.
 
     Args:
         loss: Its loss.
         gradients: By parameter, unscaled and before clipping.
-        tensors: Hold the buffers after the step.
-        before: What the tensors held before it.
+        tensors: Contains the buffers after the step.
+        before: The values of the tensors before the step.
     """
     found = {f"gradient of {name}": sketch(value) for name, value in gradients.items()}
     found["loss"] = sketch(loss.double())
@@ -50,11 +50,11 @@ def errors_of(
 
     Args:
         reference: Sketches of the outputs in higher precision.
-        baseline: The same of the config before the change.
-        expected: The same of an eager step in the candidate's precision.
-        candidate: The same of the config after the change.
+        baseline: The same for the config before the change.
+        expected: The same for an eager step in the candidate's precision.
+        candidate: The same for the config after the change.
         noise: How far each output of the baseline moves under perturbations as small as its rounding.
-        counts: Elements of each output.
+        counts: Number of elements of each output.
     """
     found = []
     for name, true in reference.items():
@@ -79,7 +79,7 @@ def errors_of(
 
 
 def noise_of(baseline: Mapping[str, torch.Tensor], moved: Sequence[Sketches]) -> dict[str, float]:
-    """How far each output of a step moved, as the root of the mean square over some repetitions."""
+    """Return how far each output of a step moved, as the root mean square over repetitions."""
     found = {}
     for name, value in baseline.items():
         squares = [_length(item[name] - value) ** 2 for item in moved if name in item]

@@ -1,4 +1,4 @@
-"""What a model computes with random draws as in training: from one state many times, as a few figures."""
+"""Statistics of a model's random draws in training: many repetitions from one state, summarised in a few metrics."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from frameworm.numerics.sketch import dense, sketch
 
 
 def figures_of(losses: Sequence[float], drawn: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """What `guard.agreement.Draws` holds of one side.
+    """Summarise one side of `guard.agreement.Draws`.
 
     Args:
-        losses: One for each draw.
+        losses: One per draw.
         drawn: Sketches of the gradients.
 
     Returns:
-        `figures`: mean and deviation of the losses, and the spread of the gradients; `repeated`: how many came again.
+        `figures`: mean and deviation of the losses, and the spread of the gradients; `repeated`: number of repeated
+        draws.
     """
     together = torch.stack(list(drawn))
     spread = float(((together - together.mean(0)).square().sum(1).sum() / max(len(drawn) - 1, 1)).sqrt())
@@ -32,15 +33,15 @@ def figures_of(losses: Sequence[float], drawn: Sequence[torch.Tensor]) -> dict[s
 def draw_calls(
     call: Callable[[], Iterable[torch.Tensor]], parameters: Sequence[torch.nn.Parameter], count: int
 ) -> dict[str, Any] | None:
-    """Call a model many times, and differentiate a fixed sum of what it returns.
+    """Call a model many times, and differentiate a fixed weighted sum of its outputs.
 
     Args:
-        call: Calls it, and gives the tensors that it returns.
-        parameters: By these.
-        count: How often.
+        call: Calls the model and returns its output tensors.
+        parameters: Parameters to differentiate by.
+        count: Number of calls.
 
     Returns:
-        See `figures_of`; None: nothing that it returns can be differentiated.
+        See `figures_of`; None if no output is differentiable.
     """
     losses, drawn = [], []
     for _ in range(count):
@@ -55,7 +56,7 @@ def draw_calls(
 
 
 def _weighed(tensor: torch.Tensor, place: int) -> torch.Tensor:
-    """A sum whose weights are the same in every process."""
+    """Sum a tensor with weights that are the same in every process."""
     generator = torch.Generator().manual_seed(place)
     weights = torch.randn(tensor.shape, generator=generator).to(tensor.device)
     total: torch.Tensor = (tensor.float() * weights).sum() / math.sqrt(max(1, tensor.numel()))

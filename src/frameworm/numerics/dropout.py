@@ -1,4 +1,4 @@
-"""Dropout switched off for a comparison, whatever kernels would draw it."""
+"""Switches dropout off for a comparison, whichever kernels implement it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import _VF, nn
+from torch import nn
 from torch.nn import functional
+
+from frameworm.torch_private.operators import FUNCTIONS
 
 _DROPPING = (
     "dropout",
@@ -26,17 +28,17 @@ _switched_off: list[DropoutOff] = []
 
 
 def dropout_is_off() -> bool:
-    """Whether a comparison has switched dropout off; for kernels of ours, which draw it themselves."""
+    """True if a comparison has switched dropout off; for our own kernels, which implement dropout themselves."""
     return bool(_switched_off)
 
 
 class DropoutOff:
-    """Makes torch's functions that drop elements keep them all; a compiled model must be traced inside.
+    """Makes torch's dropout functions keep all elements; a compiled model must be traced while this is active.
 
-    Random numbers that a model draws by other means are drawn as ever.
+    Random numbers that a model draws in other ways are unaffected.
 
     Args:
-        model: Its recurrent layers hold their own dropout.
+        model: Its recurrent layers have their own dropout.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,7 +46,7 @@ class DropoutOff:
         self._patches = contextlib.ExitStack()
 
     def start(self) -> None:
-        """Switch it off, until `stop`."""
+        """Switch dropout off until `stop`."""
         _switched_off.append(self)
         for holder, name, replacement in list(_held()):
             self._patches.enter_context(mock.patch.object(holder, name, replacement))
@@ -52,7 +54,7 @@ class DropoutOff:
             layer.dropout = 0.0
 
     def stop(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         if self in _switched_off:
             _switched_off.remove(self)
         self._patches.close()
@@ -61,7 +63,7 @@ class DropoutOff:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Inside it dropout is as in training."""
+        """Context manager in which dropout is active, as in training."""
         self.stop()
         try:
             yield
@@ -70,11 +72,11 @@ class DropoutOff:
 
 
 def _held() -> Iterator[tuple[object, str, Any]]:
-    """Where torch's functions are found: their own modules, and every module that has imported one by name."""
+    """Yield every place that holds torch's functions: their modules, and modules that imported one by name."""
     replacements: dict[int, Any] = {id(_attention): _attend}
     for name in (*_DROPPING, *(f"{name}_" for name in _DROPPING)):
-        if hasattr(_VF, name):  # what the functions call, for those that are held elsewhere than in a module
-            yield _VF, name, _keep
+        if hasattr(FUNCTIONS, name):  # called by the functions, for copies of those that are stored outside a module
+            yield FUNCTIONS, name, _keep
         for owner in (functional, torch):
             if hasattr(owner, name):
                 replacements[id(getattr(owner, name))] = _keep

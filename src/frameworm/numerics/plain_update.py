@@ -1,4 +1,4 @@
-"""Whether an optimizer step did what torch's plain implementation does with the same gradient and state."""
+"""Checks an optimizer step against torch's plain implementation with the same gradient and state."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import nn
 from frameworm.numerics.sketch import is_sharded
 from frameworm.numerics.state import Named, own_shard, set_numbers
 
-# Implementations of one algorithm; the plain one runs with all of them off.
+# Choices between implementations of one algorithm; in the plain one all of them are off.
 _SWITCHES = ("fused", "foreach", "capturable", "differentiable")
-# Orders of operations differ by a few roundings of the value and of what is added to it.
+# Different orders of operations differ by a few roundings of the value and of what is added to it.
 _ROUNDINGS = 8
-# CUDA's power function in fp32 is this many units off at most.
+# CUDA's fp32 power function is off by at most this many units.
 _POWER_UNITS = 4
 _UNIT = 2.0**-24
 
 
 def settings_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, dict[str, object]]:
-    """What the optimizer will do to each parameter: rate, decay and the like, without how that is implemented."""
+    """Return each parameter's optimizer settings (rate, decay and the like), without choices of implementation."""
     found: dict[str, dict[str, object]] = {}
     for group in optimizer.param_groups:
         values = {
@@ -40,9 +40,9 @@ class PlainUpdate:
     """A copy of an optimizer that runs torch's plain implementation on copies of its parameters.
 
     Args:
-        optimizer: The one to be checked; it must have made its first step.
-        names: Its parameters.
-        clip_norm: The largest norm of all gradients together; None: not clipped.
+        optimizer: The optimizer to check; it must have made its first step.
+        names: Names of its parameters.
+        clip_norm: Largest norm of all gradients together; None: no clipping.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class PlainUpdate:
 
     @torch.no_grad()
     def errors(self, before: Named, gradients: Named, after: Named) -> dict[str, float]:
-        """For each parameter with a state, its largest error in multiples of what rounding explains.
+        """Return for each parameter with a state its largest error, in multiples of what rounding explains.
 
         Args:
-            before: Parameters and optimizer state before the step, named as `StepTensors` does.
-            gradients: Unscaled and not clipped, by the parameters' names.
+            before: Parameters and optimizer state before the step, named as in `StepTensors`.
+            gradients: Unscaled and unclipped gradients by parameter name.
             after: Parameters after the step.
         """
         expected = self._updated(before, gradients, 1.0)
-        # A constant such as 1 - beta may be computed from settings that were rounded to fp32.
+        # A constant such as 1 - beta may be computed from settings rounded to fp32.
         nearby = [self._updated(before, gradients, 1 + sign * _UNIT) for sign in (-1, 1)]
         corrections = self._corrections(before)
         return {
@@ -77,7 +77,7 @@ class PlainUpdate:
         }
 
     def _corrections(self, before: Named) -> dict[str, float]:
-        """By parameter, the relative error of a factor such as 1 - beta ** step that is computed in fp32."""
+        """By parameter: relative error of a factor such as 1 - beta ** step computed in fp32."""
         found = {}
         for group in self._given.param_groups:
             settings = [item for value in group.values() for item in (value if isinstance(value, tuple) else (value,))]
@@ -88,7 +88,7 @@ class PlainUpdate:
         return found
 
     def _updated(self, before: Named, gradients: Named, factor: float) -> Named:
-        """The parameters after a plain step, whose settings are multiplied by a number close to one."""
+        """Return the parameters after a plain step whose settings are multiplied by `factor`, which is close to one."""
         own_only = not any(is_sharded(item) for item in before.values())
         plain = copy.deepcopy(self._given, _own_shards(self._given) if own_only else {})
         held: dict[str, nn.Parameter] = {}
@@ -112,13 +112,13 @@ class PlainUpdate:
             group.update({key: _scaled(value, factor) for key, value in group.items() if key != "params"})
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(list(held.values()), self._clip_norm)
-        type(plain).step(plain)  # schedulers replace the method of the instance by one of the original
-        # Where the state is divided among ranks, each knows what its own parameters become.
+        type(plain).step(plain)  # schedulers replace `step` of the instance by a wrapper bound to the original
+        # If the state is sharded over ranks, each rank knows only its own parameters' results.
         return {name: item.detach() for name, item in held.items() if name in known or not known}
 
 
 def _own_shards(optimizer: torch.optim.Optimizer) -> dict[int, object]:
-    """For `deepcopy`: what of sharded tensors lies in this process takes their place."""
+    """Memo for `deepcopy`: replaces sharded tensors with the shards of this process."""
     states = [value for state in optimizer.state.values() for value in state.values()]
     parameters = [item for group in optimizer.param_groups for item in group["params"]]
     found: dict[int, object] = {id(item): own_shard(item).clone() for item in states if is_sharded(item)}
@@ -127,7 +127,7 @@ def _own_shards(optimizer: torch.optim.Optimizer) -> dict[int, object]:
 
 
 def _scaled(setting: object, factor: float) -> object:
-    """A setting times a number; switches and names stay."""
+    """Multiply a setting by a number; switches and names stay unchanged."""
     if isinstance(setting, torch.Tensor) and setting.numel() == 1:
         setting = float(setting)
     if isinstance(setting, float):
@@ -142,7 +142,7 @@ def _worst(
     found: torch.Tensor,
     correction: float,
 ) -> float:
-    """The largest difference as a multiple of what rounding explains."""
+    """Largest difference, as a multiple of what rounding explains."""
     if not before.numel():
         return 0.0
     unit = torch.finfo(before.dtype).eps

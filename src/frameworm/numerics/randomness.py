@@ -1,4 +1,4 @@
-"""Seeds, and the state of every random number generator a run draws from."""
+"""Seeds, and the state of every random number generator that a run uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NUMPY_LIMIT = 2**32
 
 
 def seed_everything(seed: int, rank: int = 0) -> None:
-    """Seed Python, NumPy and torch; ranks draw different dropout masks from the same seed."""
+    """Seed Python, NumPy and torch; with the same seed, ranks draw different dropout masks."""
     mixed = np.random.SeedSequence([seed, rank]).generate_state(2, np.uint64)
     random.seed(int(mixed[0]))
     np.random.seed(int(mixed[0]) % _NUMPY_LIMIT)
@@ -20,7 +20,7 @@ def seed_everything(seed: int, rank: int = 0) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The generators' state as plain data and tensors, which a checkpoint can hold without pickled classes."""
+    """Return the generators' state as plain data and tensors, which a checkpoint can store without pickled classes."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, Any] = {
@@ -34,7 +34,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def has_drawn(before: dict[str, Any], device: torch.device) -> bool:
-    """Whether a number was drawn since `random_state` gave this."""
+    """True if a number was drawn since `random_state` returned `before`."""
     now = random_state(device)
     plain = [[state["python"], state["numpy"][0], state["numpy"][2:]] for state in (before, now)]
     tensors = [[state["numpy"][1], state["torch"], state.get("cuda")] for state in (before, now)]
@@ -42,7 +42,7 @@ def has_drawn(before: dict[str, Any], device: torch.device) -> bool:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Continue drawing where `random_state` was taken."""
+    """Restore the generators to where `random_state` was taken."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

@@ -1,6 +1,6 @@
-"""Which samples are in a batch, whatever their order and padding: a sum of hashes of what each sample holds.
+"""Identifies the samples in a batch, regardless of order and padding: a sum of hashes of the samples' content.
 
-Not the loader's plan but the batch itself is looked at: a collate function that drops samples is seen.
+It hashes the batch itself, not the loader's plan, so a collate function that drops samples is noticed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _MODULUS = 2**64
 
 
 def batch_hash(batch: Any) -> int | None:
-    """The same number for the same samples, padded, bucketed or packed; the sum of two is that of both batches.
+    """Return the same number for the same samples, padded, bucketed or packed. Hashes of batches can be added.
 
     Returns:
-        None where the samples of the batch cannot be told apart.
+        The hash, or None if the samples in the batch cannot be separated.
     """
     samples = _samples_of(batch)
     if samples is None:
@@ -33,7 +33,7 @@ def batch_hash(batch: Any) -> int | None:
 
 
 def add_hashes(hashes: Sequence[int | None]) -> int | None:
-    """The hash of several batches together; None if one is not known."""
+    """Return the hash of several batches together; None if one is unknown."""
     known = [item for item in hashes if item is not None]
     return sum(known) % _MODULUS if len(known) == len(hashes) else None
 
@@ -70,7 +70,7 @@ def _rows(tensors: Sequence[torch.Tensor], mask: torch.Tensor | None) -> list[li
 
 
 def _array(tensor: torch.Tensor) -> NDArray[Any]:
-    """On the host, integers all of one kind: how wide they are says nothing about the sample."""
+    """Convert to a host array; all integers become int64, because their width says nothing about the sample."""
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16 or tensor.is_complex():
         tensor = tensor.to(torch.float32) if tensor.dtype == torch.bfloat16 else torch.view_as_real(tensor)

@@ -1,9 +1,9 @@
-"""Linear sketches: short vectors that keep the lengths of large tensors and the angles between them.
+"""Linear sketches: short vectors that preserve the lengths of large tensors and the angles between them.
 
-A gradient has as many numbers as the model has parameters, too many to hand from process to process at every compared
-state. A sketch multiplies each element with a fixed random sign and adds them up in `WIDTH` sums. It is linear, so the
-sketch of a difference is the difference of the sketches, and the squared length of that is right on average, within 2%
-for a tensor of any size. A tensor with up to `WIDTH` elements is its own sketch.
+A gradient has as many numbers as the model has parameters, too many to pass between processes at every compared state.
+A sketch multiplies each element by a fixed random sign and adds the results into `WIDTH` sums. It is linear, so the
+sketch of a difference is the difference of the sketches. Its squared length is unbiased and within 2% for a tensor of
+any size. A tensor of up to `WIDTH` elements is its own sketch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 WIDTH = 4096
-_ROWS = 1024  # at a time, which bounds the memory that the conversion to fp64 takes
+_ROWS = 1024  # per chunk, which limits the memory of the conversion to fp64
 
 
 @torch.no_grad()
 def sketch(tensor: torch.Tensor) -> torch.Tensor:
-    """The sketch of a tensor, in fp64 and on the CPU. With sharded tensors all ranks must call it."""
+    """Return the sketch of a tensor, in fp64 on the CPU. With sharded tensors, all ranks must call it."""
     flat = dense(tensor).reshape(-1)
     count = flat.numel()
     if count <= WIDTH:
@@ -36,7 +36,7 @@ def sketch(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dense(tensor: Any) -> torch.Tensor:
-    """The whole tensor without holes; with sharded tensors all ranks must call it."""
+    """Return the whole tensor in dense form; with sharded tensors, all ranks must call it."""
     whole: torch.Tensor = tensor.detach()
     if is_sharded(tensor):
         whole = tensor.detach().full_tensor()
@@ -44,12 +44,12 @@ def dense(tensor: Any) -> torch.Tensor:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor; asking does not load what makes them, which takes half a second."""
+    """True if a tensor is a DTensor; does not import the DTensor module, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-_known_signs: dict[torch.device, torch.Tensor] = {}  # as many as the largest tensor so far needed
+_known_signs: dict[torch.device, torch.Tensor] = {}  # as many as the largest tensor needed so far
 
 
 def _signs(count: int, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The tensors that a training step changes: copied, put back in place, and handed to another process."""
+"""The tensors that a training step changes: copies them, restores them in place, and passes them to other processes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ Named = dict[str, torch.Tensor]
 
 
 class StepTensors:
-    """Live tensors by name. Values are copied into them, so that addresses which a CUDA graph knows stay valid.
+    """Live tensors by name. Values are copied into them, so that the addresses in a CUDA graph stay valid.
 
     Args:
-        parameters: With their names.
-        buffers: With their names.
-        optimizer: The state of its parameters is included; one that is not there yet is looked for at every call.
-        others: Gives further tensors, such as a loss scale, which may be there only later.
-        own_shards: Take sharded tensors as what lies in this process; otherwise as a whole.
+        parameters: Names and parameters.
+        buffers: Names and buffers.
+        optimizer: Its state for these parameters is included; state that does not exist yet is looked up at every call.
+        others: Returns further tensors, such as a loss scale, which may appear later.
+        restored: Called after values were restored, for copies of them elsewhere; tensors keep their version counters.
+        own_shards: Use only this process's shard of sharded tensors; otherwise the whole tensor.
     """
 
     def __init__(
@@ -32,16 +33,18 @@ class StepTensors:
         optimizer: torch.optim.Optimizer | None = None,
         others: Callable[[], Mapping[str, torch.Tensor]] = dict,
         *,
+        restored: Callable[[], None] = lambda: None,
         own_shards: bool = False,
     ) -> None:
         self.parameters = dict(parameters)
         self.buffers = dict(buffers)
         self._optimizer = optimizer
         self._others = others
+        self._restored = restored
         self._own_shards = own_shards
 
     def live(self) -> Named:
-        """All tensors as they are now, not copied."""
+        """Return all tensors as they are now, without copying."""
         found: Named = {f"parameter {name}": item.data for name, item in self.parameters.items()}
         found.update((f"buffer {name}", item) for name, item in self.buffers.items())
         found.update((f"other {name}", item) for name, item in self._others().items())
@@ -59,7 +62,7 @@ class StepTensors:
 
     @torch.no_grad()
     def copy(self) -> Named:
-        """What the tensors hold now, and plain numbers that the optimizer counts with."""
+        """Return copies of all values, including the plain numbers in the optimizer's state."""
         found = {name: tensor.detach().clone() for name, tensor in self.live().items()}
         for name, state in self._optimizer_states():
             for key, value in state.items():
@@ -69,7 +72,7 @@ class StepTensors:
 
     @torch.no_grad()
     def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Write saved values into the live tensors of the same names; others stay as they are."""
+        """Write saved values into the live tensors of the same names; other tensors are unchanged."""
         for name, tensor in self.live().items():
             value = saved.get(name)
             if value is None:
@@ -79,9 +82,10 @@ class StepTensors:
             tensor.copy_(value)
         for name, state in self._optimizer_states():
             set_numbers(state, name, saved)
+        self._restored()
 
     def forget_new(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Take the optimizer's state away from parameters that had none when it was saved."""
+        """Delete the optimizer state of parameters that had none when the values were saved."""
         if self._optimizer is None:
             return
         for name, item in self.parameters.items():
@@ -92,7 +96,7 @@ class StepTensors:
 
 
 def set_numbers(state: dict[str, Any], name: str, saved: Mapping[str, torch.Tensor]) -> None:
-    """Set the plain numbers in an optimizer's state of a parameter to saved ones."""
+    """Set the plain numbers in a parameter's optimizer state to saved ones."""
     for key, value in state.items():
         if isinstance(value, (int, float)) and (kept := saved.get(f"optimizer {name} {key}")) is not None:
             state[key] = type(value)(kept.item())
@@ -106,13 +110,13 @@ def _distributed_like(value: torch.Tensor, sharded: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def own_shard(tensor: Any) -> torch.Tensor:
-    """What of a tensor lies in this process, not copied."""
+    """Return this process's part of a tensor, without copying."""
     own: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return own
 
 
 def whole(saved: Mapping[str, torch.Tensor]) -> Named:
-    """Saved tensors without shards, on the CPU; all ranks must call it."""
+    """Return saved tensors unsharded and on the CPU; all ranks must call it."""
     return {name: dense(tensor).cpu() for name, tensor in saved.items()}
 
 
@@ -120,7 +124,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     """Write a file that appears under its name only once it is complete."""
     partial = path.with_suffix(".partial")
     checked = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # half of the time, for a file that lives for seconds
+    torch.serialization.set_crc32_options(False)  # takes half the time, for a file that exists for seconds
     try:
         torch.save(dict(content), partial)
     finally:
@@ -129,6 +133,6 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `write` wrote; tensors and plain values only."""
+    """Read a file written by `write`; only tensors and plain values are allowed."""
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return content

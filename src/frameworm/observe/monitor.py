@@ -1,4 +1,4 @@
-"""Cheap figures on every step, from a loop of your own or from a `Trainer`."""
+"""Cheap statistics on every step, from your own loop or from a `Trainer`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def join_metrics(step: StepRecord) -> dict[str, float]:
 
 
 def divide_metrics(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """The phases among metrics, and the others; the total is neither."""
+    """Split metrics into phases and others, without the total."""
     phases: dict[str, float] = {}
     others: dict[str, float] = {}
     for name, seconds in metrics.items():
@@ -57,16 +57,16 @@ def divide_metrics(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict
 
 
 def judged(record: RunRecord) -> RunRecord:
-    """The record with verdict and findings."""
+    """Add verdict and findings to a record, and return it."""
     apply_judgement(record, judge(record))
     return record
 
 
-# No host is this far ahead of its device: waiting for the oldest of so many steps is no wait.
+# No host is this far ahead of its device, so waiting for the oldest of this many steps takes no time.
 MOST_IN_FLIGHT = 256
-# Summing up many steps at a time finds code and data in the processor's caches; after each step it would not.
+# Processing many steps at a time keeps code and data in the processor's caches.
 GROUP_STEPS = 64
-# Values per metric that `metrics` gives; statistics cover all of them.
+# Values per metric returned by `metrics`; statistics cover all of them.
 RECENT_VALUES = 10_000
 STANDARD_METRICS = (
     "data_loading_time",
@@ -104,7 +104,7 @@ class _Measure:
 
 
 class MetricValues(list[float]):
-    """The recent values of one metric; `append` records another value, as `record_metric` does."""
+    """The recent values of one metric; `append` also records the value, as `record_metric` does."""
 
     def __init__(self, values: Iterable[float], record: Callable[[float], None]) -> None:
         super().__init__(values)
@@ -117,9 +117,9 @@ class MetricValues(list[float]):
 
 
 class PerformanceMonitor(Listener):
-    """Keeps statistics of named times, one value per step and name, in bounded memory and at a few microseconds.
+    """Keeps statistics of named times, one value per step and name, in bounded memory at a few microseconds each.
 
-    In a loop of your own::
+    In your own loop::
 
         monitor = PerformanceMonitor()
         for batch in loader:
@@ -129,17 +129,17 @@ class PerformanceMonitor(Listener):
             monitor.record_metric("backward_time", seconds)
         monitor.print_summary()
 
-    On a `Trainer` it is a callback, `Trainer(..., callbacks=[monitor])`, and nothing has to be called. Known names
+    With a `Trainer` it is a callback, `Trainer(..., callbacks=[monitor])`, and no calls are needed. The standard names
     (`data_loading_time`, `forward_time`, `backward_time`, `optimizer_time`, `communication_time`, `total_time`) become
-    phases of the step and are judged; any other name is kept as it is.
+    phases of the step and are diagnosed; any other name is kept as it is.
 
     Args:
-        path: Where steps are also written as JSON lines: a file, or a folder for one file per rank. Writing never
-            waits; what a disk refuses is counted in `lost`.
-        device: With `cuda`, `measure` and whole steps are timed by events in the device's stream, read some steps
-            later. `auto` takes the GPU where there is one.
-        rank: This process among several; from torch.distributed unless given.
-        outliers: How many of the steps that stand out are kept; the first few, which always do, are not looked at.
+        path: Also write steps as JSON lines to this file, or to one file per rank in this folder. Writing never waits;
+            records that the disk refuses are counted in `lost`.
+        device: With `cuda`, `measure` and whole steps are timed by events in the device's stream, which are read some
+            steps later. `auto`: the GPU if there is one.
+        rank: This process among several; default: ask torch.distributed.
+        outliers: Number of outlier steps to keep; the first few steps are always slow and not considered.
     """
 
     must_not_break_training: ClassVar[bool] = True
@@ -172,23 +172,23 @@ class PerformanceMonitor(Listener):
         self._step_start_time: float | None = None
 
     def start_step(self) -> None:
-        """Begin a step; one that is still open ends here."""
+        """Begin a step, ending one that is still open."""
         with self._lock:
             self._step_start_time = time.time()
             mark = self._timer.mark()
             if self._open is not None:
-                # The device has one moment for both; a second event would be one too many.
+                # Both share one event; a second one would be superfluous.
                 self._close(mark)
             self._steps += 1
             self._open = PendingStep(self._steps, mark)
 
     def end_step(self, samples: int | None = None, *, tokens: int | None = None, loss: float | None = None) -> None:
-        """End the step, so that what follows until `start_step` belongs to none.
+        """End the step; the time until `start_step` belongs to no step.
 
         Args:
-            samples: How many this rank trained on in the step, for samples per second.
-            tokens: Likewise, without padding.
-            loss: A number the host has already; a tensor on a GPU would make it wait.
+            samples: Samples that this rank trained on in the step, for samples per second.
+            tokens: Tokens without padding, for tokens per second.
+            loss: A number that the host already has; a tensor on a GPU would make it wait.
         """
         with self._lock:
             if self._open is not None:
@@ -196,7 +196,7 @@ class PerformanceMonitor(Listener):
                 self._close(self._timer.mark())
 
     def record_metric(self, name: str, seconds: float) -> None:
-        """Note a time. Within a step times of one name add up; outside of steps each counts for itself."""
+        """Record a time. Within a step, times of one name add up; outside of steps each counts by itself."""
         with self._lock:
             if self._open is None:
                 self._keep(name, float(seconds))
@@ -215,9 +215,9 @@ class PerformanceMonitor(Listener):
 
     @property
     def metrics(self) -> dict[str, MetricValues]:
-        """The last 10,000 values of each metric in seconds, oldest first; standard metrics are there before any value.
+        """The last 10,000 values of each metric in seconds, oldest first; standard metrics exist before any value.
 
-        Metrics of a step that is still open are included. On a GPU this waits for the steps under way.
+        Metrics of a step that is still open are included. On a GPU this waits for pending steps.
         """
         with self._lock:
             self._read(wait=True)
@@ -230,7 +230,7 @@ class PerformanceMonitor(Listener):
     def get_statistics(self) -> dict[str, dict[str, float]]:
         """Mean, std, min, max, p50, p95 and p99 of each metric, in seconds per step.
 
-        Metrics of a step that is still open are included. On a GPU this waits for the steps under way.
+        Metrics of a step that is still open are included. On a GPU this waits for pending steps.
         """
         with self._lock:
             self._read(wait=True)
@@ -253,7 +253,7 @@ class PerformanceMonitor(Listener):
             return self._aggregate.slow_steps()
 
     def record(self) -> RunRecord:
-        """What was seen, as the record of a run, with verdict and findings; after a `Trainer`, its own record."""
+        """The measurements as the record of a run, with verdict and findings; after a `Trainer` run, its own record."""
         with self._lock:
             self._read(wait=True)
             if self._run is not None:
@@ -276,7 +276,7 @@ class PerformanceMonitor(Listener):
             return judged(record)
 
     def print_summary(self, file: TextIO | None = None) -> None:
-        """Print each metric with its share of the step, the steps that stand out, and what to do."""
+        """Print each metric with its fraction of the step, the outlier steps, and recommendations."""
         statistics = self.get_statistics()
         with self._lock:
             counts = {name: spread.count for name, spread in self._spreads.items()}
@@ -286,17 +286,17 @@ class PerformanceMonitor(Listener):
 
     @property
     def lost(self) -> int:
-        """Steps that did not reach the file."""
+        """Steps that were not written to the file."""
         return self._lost + (0 if self._writer is None else self._writer.lost)
 
     @property
     def notes(self) -> list[str]:
-        """What a reader of the figures should know."""
+        """Remarks for readers of the statistics."""
         problem = self._problem or (None if self._writer is None else self._writer.problem)
         return [f"{self.lost} step records were lost: {problem or 'queue full'}"] if self.lost else []
 
     def close(self) -> None:
-        """End an open step and finish writing; the monitor can go on afterwards."""
+        """End an open step and finish writing; the monitor can be used again afterwards."""
         self.end_step()
         with self._lock:
             self._read(wait=True)
@@ -307,12 +307,12 @@ class PerformanceMonitor(Listener):
             self._problem = self._problem or writer.problem
 
     def on_step(self, step: StepRecord) -> None:
-        """Take in a step of a `Trainer`."""
+        """Add a step of a `Trainer`."""
         with self._lock:
             self._add(step, join_metrics(step))
 
     def on_run_end(self, record: RunRecord) -> None:
-        """Keep the record of the run, whose findings know more than the steps alone, and finish writing."""
+        """Keep the record of the run, whose findings use more than the steps, and finish writing."""
         self._run = record
         self.close()
 
@@ -340,7 +340,7 @@ class PerformanceMonitor(Listener):
         self._read(wait=False)
 
     def _read(self, *, wait: bool) -> None:
-        """Take in the steps the device has passed, in order; those that have to be known now are summed up too."""
+        """Process the steps that the device has passed, in order; with `wait`, all of them, and sum them up."""
         while self._in_flight:
             step = self._in_flight[0]
             if step.end is not None:
@@ -357,7 +357,7 @@ class PerformanceMonitor(Listener):
         metrics = step.metrics
         for name, begin, end in step.timed:
             metrics[name] = metrics.get(name, 0.0) + self._timer.seconds(begin, end)
-            # The mark that ends a lone measurement is its step's end as well.
+            # The end mark of a single measurement is also the end of its pending step.
             self._timer.give_back(begin, None if end is step.end else end)
         if step.number is None:
             self._timer.give_back(step.end)
@@ -421,7 +421,7 @@ class PerformanceMonitor(Listener):
                 self._problem = f"{path}: {error.strerror or error}"
             path = path / f"steps-rank{rank}.jsonl"
         writer = JsonLinesWriter(path)
-        # A script that ends without `close` still finds its last steps in the file.
+        # Write the last steps even if a script ends without `close`.
         weakref.finalize(self, writer.close)
         return writer
 

@@ -1,4 +1,4 @@
-"""Named scopes that nest, and windows in which torch's own profiler records everything."""
+"""Named nested scopes, and windows in which torch's own profiler records everything."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from frameworm.observe.clocks.device_timer import DeviceTimer, choose_observed
 from frameworm.observe.profiler_window import ProfilerWindow
 from frameworm.report.run.measurements import render_scopes
 
-# Events are looked at once this many scopes wait for the device, and the oldest ones first.
+# Completed events are processed once this many scopes wait for the device.
 READ_AT = 64
-# No host is this far ahead of its device: waiting for the oldest of so many scopes is no wait.
+# No host is this far ahead of its device, so waiting for the oldest of this many scopes takes no time.
 MOST_IN_FLIGHT = 8_192
 MOST_LOOKS = 1_000
 
@@ -58,7 +58,7 @@ class _Node:
         self.threads: set[int] = set()
 
     def data(self) -> dict[str, Any]:
-        """This scope and those inside it; one that was never closed counts for what it holds."""
+        """This scope and those inside it; a scope that was never closed gets the total of those inside."""
         children = [child.data() for child in self.children.values()]
         inside_s = sum(child["total_s"] for child in children)
         inside_device_s = sum(child["device_s"] or 0.0 for child in children)
@@ -81,7 +81,7 @@ class _Node:
 
 
 class _Scope(ContextDecorator):
-    """One use of `PerformanceProfiler.profile`; as a decorator every call is a use of its own."""
+    """One use of `PerformanceProfiler.profile`; as a decorator, every call is a use."""
 
     def __init__(self, profiler: PerformanceProfiler, name: str) -> None:
         self._profiler = profiler
@@ -119,16 +119,17 @@ class PerformanceProfiler:
                 ...
         profiler.print_summary()
 
-    `profile` works as a decorator too, in any thread, and a scope is closed whatever is raised inside it. On a GPU each
-    scope also has the time between its beginning and its end in the device's stream, by events that are read when they
-    are long done: a scope never waits for the device.
+    `profile` also works as a decorator and in any thread, and a scope is closed even if an exception is raised inside
+    it. On a GPU each scope also gets the time between its beginning and end in the device's stream, from events that
+    are read
+    late: a scope never waits for the device.
 
     Args:
-        device: `auto` takes the current GPU where there is one.
+        device: `auto`: the current GPU if there is one.
         nvtx: Also mark the scopes as NVTX ranges, for Nsight Systems.
 
     Raises:
-        DeviceError: The device is not there, or NVTX is wanted and this torch has none.
+        DeviceError: The device does not exist, or NVTX is requested without a CUDA device.
     """
 
     def __init__(self, device: torch.device | str = "auto", *, nvtx: bool = False) -> None:
@@ -153,10 +154,10 @@ class PerformanceProfiler:
         return _Scope(self, name)
 
     def record_gpu_memory(self, label: str | None = None) -> dict[str, Any]:
-        """Note what torch holds of the GPU now; without one, all is None.
+        """Record how much GPU memory torch holds now; without a GPU all values are None.
 
         Args:
-            label: What to call this moment; the scopes around it unless given.
+            label: Name of this moment; default: the names of the scopes around it.
 
         Returns:
             `allocated_bytes`, `reserved_bytes` and `peak_bytes` so far.
@@ -198,17 +199,18 @@ class PerformanceProfiler:
         shapes: bool = False,
         stacks: bool = False,
     ) -> Iterator[PerformanceProfiler]:
-        """Record with `torch.profiler` for some of the steps; call `step()` at the end of each.
+        """Record some of the steps with `torch.profiler`; call `step()` at the end of each step.
 
-        Each window becomes a file that Perfetto (ui.perfetto.dev) and chrome://tracing open. Scopes show up in it.
+        Each window is written to a file that Perfetto (ui.perfetto.dev) and chrome://tracing open, including the
+        scopes.
 
         Args:
-            path: A `.json` or `.json.gz` file; windows after the first have a number added. A folder gets one file
-                per window, by a name that TensorBoard's profiler plugin finds (`.pt.trace.json.gz`).
-            wait: Steps to let pass before each window.
-            warmup: Steps recorded and thrown away, because the first are slowed by the recording itself.
+            path: A `.json` or `.json.gz` file; later windows get a number added. A folder gets one file per window,
+                with a name that TensorBoard's profiler plugin recognises (`.pt.trace.json.gz`).
+            wait: Steps to skip before each window.
+            warmup: Steps to record and discard, because recording slows down the first ones.
             active: Steps to keep.
-            repeat: Number of windows; 0 goes on to the end.
+            repeat: Number of windows; 0: until the end.
             memory: Also record allocations.
             shapes: Also record the shapes of the operators' inputs.
             stacks: Also record where in the source each operator was called.
@@ -236,17 +238,17 @@ class PerformanceProfiler:
             self._notes += window.notes
 
     def step(self) -> None:
-        """Say that a step is over, so that an open window moves on."""
+        """End a step, which advances an open window."""
         if self._window is not None:
             self._window.step()
 
     def summary(self) -> dict[str, Any]:
-        """All scopes as a tree, the memory seen, and the traces written; on a GPU this waits for scopes under way.
+        """All scopes as a tree, memory, and the traces written; on a GPU this waits for pending scopes.
 
         Returns:
-            `scopes`: for each its name, count, failed, total_s, self_s (less the scopes inside it), mean_s, min_s,
-            max_s, device_s, device_self_s, peak_bytes, threads and children. Scopes of several threads that have one
-            name and place are one entry, so that their sum may exceed the time that passed. `memory`, `traces`,
+            `scopes`: for each its name, count, failed, total_s, self_s (without the scopes inside it), mean_s, min_s,
+            max_s, device_s, device_self_s, peak_bytes, threads and children. Scopes of several threads with the same
+            name and parent share an entry, so that their sum may exceed the elapsed time. Also `memory`, `traces`,
             `notes`.
         """
         self._read(wait=True)
@@ -264,7 +266,7 @@ class PerformanceProfiler:
         print(render_scopes(self.summary()), end="", file=sys.stdout if file is None else file)
 
     def reset(self) -> None:
-        """Forget all closed scopes and looks; those open now are counted when they close."""
+        """Clear all closed scopes and memory samples; scopes open now are counted when they close."""
         self._read(wait=True)
         with self._lock:
             self._root = _Node("")
@@ -288,7 +290,7 @@ class PerformanceProfiler:
 
     def _leave(self, scope: _Scope, elapsed_s: float, end: _Event | None, *, failed: bool) -> None:
         stack = self._stack()
-        # A generator can leave scopes open inside one that ends: they are no longer around what follows.
+        # A generator can leave scopes open inside one that ends; they do not contain what follows.
         if scope in stack:
             del stack[stack.index(scope) :]
         node = scope._node
@@ -320,7 +322,7 @@ class PerformanceProfiler:
             torch.cuda.nvtx.range_pop()
 
     def _read(self, *, wait: bool) -> None:
-        """Take in the scopes the device has passed, oldest first."""
+        """Process the scopes that the device has passed, oldest first."""
         with self._lock:
             while self._in_flight:
                 node, begin, end = self._in_flight[0]

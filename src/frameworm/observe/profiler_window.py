@@ -1,4 +1,4 @@
-"""Windows of some steps in which `torch.profiler` records everything, each written to a file of its own."""
+"""Windows of a few steps in which `torch.profiler` records everything, each written to its own file."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ SUFFIXES = (".pt.trace.json", ".pt.trace.json.gz", ".json", ".json.gz")  # Tenso
 class ProfilerWindow:
     """A context in which `step()` moves a `torch.profiler` through wait, warm-up and active steps.
 
-    A file that cannot be written is a note, never an error: what is profiled matters more than its profile.
+    If a file cannot be written, that is a note, never an error: the training matters more than its profile.
 
     Args:
         path: A `.json` or `.json.gz` file, with a number added after the first window; or a folder.
-        device: The device whose kernels are recorded beside the host's operators.
-        wait, warmup, active, repeat: As for `torch.profiler.schedule`.
+        device: The device whose kernels are recorded in addition to the host's operators.
+        wait: As for `torch.profiler.schedule`.
+        warmup: As for `torch.profiler.schedule`.
+        active: As for `torch.profiler.schedule`.
+        repeat: As for `torch.profiler.schedule`.
 
     Attributes:
         paths: The files written.
@@ -71,7 +74,7 @@ class ProfilerWindow:
             self._profile.__exit__(kind, error, trace)
 
     def step(self) -> None:
-        """A step is over."""
+        """End a step."""
         with _without_advice():
             self._profile.step()
 
@@ -79,7 +82,7 @@ class ProfilerWindow:
         path = self._next_path()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab"):  # the recorder itself fails without a word
+            with path.open("ab"):  # test whether it is writable, because the recorder fails silently
                 pass
             profile.export_chrome_trace(str(path))
             if path.stat().st_size == 0:
@@ -98,13 +101,13 @@ class ProfilerWindow:
         if number == 1:
             return path
         suffix = next(suffix for suffix in SUFFIXES if path.name.endswith(suffix))
-        between = "." if suffix.startswith(".pt") else "-"  # as the plugin has it
+        between = "." if suffix.startswith(".pt") else "-"  # the plugin's naming
         return path.with_name(f"{path.name.removesuffix(suffix)}{between}{number}{suffix}")
 
 
 @contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
-    """Silence torch's advice on keeping the events of several cycles: each cycle is written out here."""
+    """Silence torch's advice on accumulating events over cycles: each cycle is written separately here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

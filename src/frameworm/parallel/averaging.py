@@ -1,7 +1,7 @@
 """Local SGD: each rank trains its own copy, and the copies are averaged every few steps.
 
-Between two meetings nothing is sent at all. The mathematics are not those of one large batch: each rank walks with its
-own gradients, clips by its own norm, and its optimizer keeps moments of its own.
+Nothing is sent between two averagings. The result differs from training with one large batch: each rank follows its own
+gradients, clips by its own norm, and its optimizer keeps its own moments.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ from frameworm.parallel.beside import Beside, send_values
 from frameworm.parallel.replicas import check_replicas
 from frameworm.parallel.shards import HeldState
 from frameworm.parallel.strategy import Strategy
+from frameworm.torch_private.tensors import foreach_copy_
 
 
 class AveragingStrategy(Strategy):
     """`ddp` with `sync_every` above 1.
 
     Args:
-        sync_every: Steps between two meetings.
-        check_every: Steps between two comparisons of the copies, a multiple of `sync_every`, or None.
+        device: This rank's device.
+        rank: This process.
+        world_size: Number of processes.
+        sync_every: Steps between two averagings.
+        check_every: Steps between two comparisons of the copies, a multiple of `sync_every`; None: never.
     """
 
     name = "ddp"
@@ -70,28 +74,28 @@ class AveragingStrategy(Strategy):
         return True
 
     def average(self, model: nn.Module) -> None:
-        """Give every rank the mean of all copies."""
+        """Replace every rank's parameters by the mean of all copies."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in (*model.parameters(), *self.beside.replicas(self.device).values()):
-            by_dtype.setdefault(parameter.dtype, []).append(parameter.data)
+            by_dtype.setdefault(parameter.dtype, []).append(parameter.detach())  # not .data: who keeps casts sees it
         for parameters in by_dtype.values():
-            # torch's own averager leaves the parameters as views of the buffer it sent; ours stay where they are.
+            # torch's own averager turns the parameters into views of its send buffer; here they keep their memory.
             flat = torch.cat([parameter.reshape(-1) for parameter in parameters])
             flat.mul_(1 / self.world_size)
             dist.all_reduce(flat)
             parts = flat.split([parameter.numel() for parameter in parameters])
-            torch._foreach_copy_(parameters, [part.view_as(to) for part, to in zip(parts, parameters, strict=True)])
+            foreach_copy_(parameters, [part.view_as(to) for part, to in zip(parts, parameters, strict=True)])
 
     def sum_over_ranks(self, value: torch.Tensor) -> None:
         dist.all_reduce(value)
 
     def sync_buffers(self, model: nn.Module) -> None:
-        """Validation and checkpoints see one model: the mean of all copies, with rank 0's buffers."""
+        """Give validation and checkpoints one model: the mean of all copies, with rank 0's buffers."""
         self.average(model)
         send_values([*model.buffers(), *self.beside.buffers_on(self.device)])
 
     def held_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> HeldState:
-        """After a meeting the model is everybody's; of the optimizers, which differ, rank 0's is passed on."""
+        """After an averaging all ranks hold the same model; their optimizers differ, and rank 0's is saved."""
         held = super().held_state(model, optimizer).replicated
         optimizers = {"optimizer": held["optimizer"]} if self.rank == 0 else {}
         return HeldState({"model": held["model"]}, optimizers)

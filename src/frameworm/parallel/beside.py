@@ -1,7 +1,7 @@
-"""What trains beside the model: the modules and parameters that a loss function holds.
+"""Modules and parameters of a loss function, which train beside the model.
 
-They are small, and whole on every rank under every strategy: rank 0's values are sent once, and the ranks average the
-gradients after backward. The model's own tensors, which a loss may hold as well, do not belong here.
+They are small, and every rank holds them whole under every strategy: rank 0's values are broadcast once, and gradients
+are averaged over the ranks after backward. Tensors of the model itself, which a loss may also hold, are excluded.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from frameworm.errors import ModelError
+from frameworm.torch_private.modules import change_own_tensors
 
-PREFIX = "loss_fn/"  # no parameter of a model begins like this
+PREFIX = "loss_fn/"  # no parameter name of a model begins like this
 _BUCKET_BYTES = 25 * 2**20
 
 
 class Beside:
-    """Modules and loose parameters that are no part of the model.
+    """Modules and loose parameters that are not part of the model.
 
     Args:
-        model: Whose modules and parameters do not count.
-        modules: By where the loss function holds them; `` is the loss function itself.
+        model: The model, whose modules and parameters are excluded.
+        modules: Modules by their path in the loss function; "" is the loss function itself.
         loose: Parameters outside of modules.
-        held: Ids of the parameters that the optimizer holds; None: not known, and all counts as trained.
+        held: Ids of the parameters that the optimizer holds; None: unknown, and all are assumed to be trained.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Beside:
         self.modules: dict[str, nn.Module] = dict(modules or {})
         self._loose: dict[str, Tensor] = dict(loose or {})
         own = set() if model is None else set(model.modules())
-        # A module may hold the model itself, as one that computes losses from its outputs does.
+        # A module may hold the model itself, for example to compute losses from its outputs.
         self._of_model = {
             place: tuple(
                 name + "." for name, module in held.named_modules(remove_duplicate=False) if module in own and name
@@ -57,14 +58,14 @@ class Beside:
         self._held = known if held is None else held
 
     def _each(self, what: str) -> Iterator[tuple[str, Tensor]]:
-        """Parameters or buffers of the modules, by name, without the model's."""
+        """Parameters or buffers of the modules, by name, without the model's own."""
         for place, held in self.modules.items():
             for name, item in getattr(held, what)():
                 if id(item) not in self._shared and not name.startswith(self._of_model[place]):
                     yield _joined(place, name), item
 
     def tied(self) -> str | None:
-        """The name of a parameter that a module here shares with the model, if there is one."""
+        """The name of a parameter that one of these modules shares with the model, if any."""
         for place, held in self.modules.items():
             for name, item in held.named_parameters():
                 if id(item) in self._shared and not name.startswith(self._of_model[place]):
@@ -72,34 +73,34 @@ class Beside:
         return None
 
     def buffers(self) -> list[Tensor]:
-        """As they are now: a module may replace them."""
+        """The current buffers; a module may replace them."""
         return [item for _, item in self._each("named_buffers")]
 
     def replicas(self, device: torch.device) -> dict[str, Any]:
-        """The parameters on the device that trains, which the ranks keep alike."""
+        """The parameters on the training device, which the ranks keep equal."""
         return {name: item for name, item in self.parameters.items() if item.device.type == device.type}
 
     def buffers_on(self, device: torch.device) -> list[Tensor]:
-        """The buffers there."""
+        """The buffers on a device."""
         return [item for item in self.buffers() if item.device.type == device.type]
 
     def place(self, device: torch.device) -> None:
-        """Put the loss function and all that trains on a device; parameters stay the objects that the optimizer holds.
+        """Move the loss function and everything that trains to a device, keeping the parameter objects.
 
-        What else it holds, such as an average of the model in host memory, stays where the user has put it.
+        Anything else that it holds, such as an average of the model in host memory, stays where it is.
         """
         for place, held in self.modules.items():
             if place and not any(id(item) in self._held for item in held.parameters()):
                 continue
             for name, module in held.named_modules():
                 if not (name + ".").startswith(self._of_model[place]):
-                    module._apply(lambda item: item.to(device), recurse=False)
+                    change_own_tensors(module, lambda item: item.to(device))
         for item in self._loose.values():
             if id(item) in self._held:
                 item.data = item.data.to(device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a checkpoint must hold."""
+        """The state to store in a checkpoint."""
         found: dict[str, Any] = {}
         for place, held in self.modules.items():
             shared = {name for name, item in held.state_dict(keep_vars=True).items() if id(item) in self._shared}
@@ -109,10 +110,10 @@ class Beside:
         return {**found, **{name: item.detach() for name, item in self._loose.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with what `state_dict` gave.
+        """Restore a state from `state_dict`.
 
         Raises:
-            ValueError: It is of another loss function.
+            ValueError: It belongs to another loss function.
         """
         own = self.state_dict()
         odd = sorted(own.keys() ^ state.keys())
@@ -135,9 +136,9 @@ def _joined(place: str, name: str) -> str:
 
 
 class BesideGradients:
-    """Averages the gradients of what trains beside the model over the ranks.
+    """Averages the gradients of parameters beside the model over the ranks.
 
-    Which of them there are is agreed on in the first step, and in every step if steps differ (`asks`).
+    The ranks agree on which parameters have gradients in the first step, or in every step if steps differ (`asks`).
     """
 
     def __init__(self, sum_over_ranks: Callable[[Tensor], None], world_size: int, *, asks: bool) -> None:
@@ -148,11 +149,11 @@ class BesideGradients:
         self._used: list[bool] = []
 
     def ask_again(self) -> None:
-        """The parameters are others from now on."""
+        """Agree again in the next step, because the parameters have changed."""
         self._present = None
 
     def average(self, parameters: list[nn.Parameter], device: torch.device) -> None:
-        """Replace the gradients by their mean over the ranks; one that no rank has stays away.
+        """Replace the gradients by their mean over the ranks; a parameter without gradient on any rank keeps none.
 
         Raises:
             ModelError: A step used other parameters than the first.
@@ -180,13 +181,13 @@ class BesideGradients:
 
 @torch.no_grad()
 def send_values(tensors: list[Tensor]) -> None:
-    """Give every rank rank 0's values."""
+    """Broadcast rank 0's values to all ranks."""
     for tensor in tensors:
         dist.broadcast(tensor, src=0)
 
 
 def average(gradients: list[Tensor], sum_over_ranks: Callable[[Tensor], None], world_size: int) -> None:
-    """Replace gradients, of which all ranks have the same, by their mean over the ranks."""
+    """Replace gradients, which all ranks have for the same parameters, by their mean over the ranks."""
     for bucket in _buckets(gradients):
         first = bucket[0]
         in_place = len(bucket) == 1 and (first.is_sparse or first.is_contiguous())
@@ -199,7 +200,7 @@ def average(gradients: list[Tensor], sum_over_ranks: Callable[[Tensor], None], w
 
 
 def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Neighbours of one type, up to a size; large ones and sparse ones travel alone."""
+    """Group consecutive gradients of one dtype up to a size limit; large and sparse ones get their own bucket."""
     found: list[list[Tensor]] = []
     filled = _BUCKET_BYTES
     for gradient in gradients:

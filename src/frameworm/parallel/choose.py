@@ -1,4 +1,4 @@
-"""From the config's word to a strategy."""
+"""Choose a strategy from the config."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ def choose_strategy(
     device_ids: list[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Strategy:
-    """Build the strategy the settings name; `auto` is `single` with one process and `ddp` with several.
+    """Build the strategy that the settings name; `auto` is `single` with one process and `ddp` with several.
 
     Args:
-        dtype: What the model computes in under mixed precision.
+        settings: The section `parallel`.
+        device: This rank's device.
+        rank: This process.
+        world_size: Number of processes.
+        device_ids: GPUs for `dp`; None: all.
+        dtype: Compute dtype of the model under mixed precision.
 
     Raises:
         ConfigError: The strategy does not fit the number of processes.
@@ -41,7 +46,7 @@ def choose_strategy(
         return AveragingStrategy(device, rank, world_size, settings.sync_every, settings.check_replicas)
     if name == "ddp":
         return DDPStrategy(device, rank, world_size, settings)
-    # To import torch's sharding takes a second, which other strategies need not wait for.
+    # Importing torch's sharding takes a second, which other strategies need not spend.
     from frameworm.parallel.sharded import ShardedStrategy, ZeRO1Strategy
 
     if name == "zero1":

@@ -1,7 +1,7 @@
-"""An optimizer's state by the names of parameters, so that it fits any strategy and number of processes.
+"""An optimizer's state by parameter names, so that it fits any strategy and number of processes.
 
-torch numbers the parameters of an optimizer in the order of its groups. Names survive what numbers do not: another way
-to shard, or groups that list their parameters in another order.
+torch numbers the parameters of an optimizer in the order of its groups. Names stay valid where numbers do not: with
+another sharding, or if groups list their parameters in another order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 def names_in_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], groups: Iterable[Mapping[str, Any]]
 ) -> list[list[str]]:
-    """The names of each group's parameters; one that the model does not have goes by its number."""
+    """The names of each group's parameters; those that are not in the model are named by their number."""
     names: dict[int, str] = {}
     for name, parameter in named_parameters:
         names.setdefault(id(parameter), name)
@@ -31,7 +31,7 @@ def names_in_groups(
 
 
 def to_names(state: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
-    """torch's state dict of an optimizer with names instead of numbers; its tensors are not copied."""
+    """Replace the numbers in an optimizer's state dict by names; tensors are not copied."""
     by_number: dict[int, str] = {}
     groups = []
     for group, its_names in zip(state["param_groups"], names, strict=True):
@@ -41,10 +41,10 @@ def to_names(state: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]
 
 
 def to_numbers(saved: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
-    """The inverse, for an optimizer with these names.
+    """The inverse of `to_names`, for an optimizer with these names.
 
     Raises:
-        ValueError: The groups are others.
+        ValueError: The groups do not match.
     """
     groups = saved["param_groups"]
     if len(groups) != len(names):
@@ -67,7 +67,7 @@ def to_numbers(saved: Mapping[str, Any], names: list[list[str]]) -> dict[str, An
 
 
 def laid_out(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """A numbered state in which what has a parameter's shape also lies in memory as the parameter does."""
+    """Give tensors of a numbered state the memory layout of their parameters, if they have the same shape."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def lay_out(value: Any, parameter: torch.Tensor) -> Any:
@@ -83,5 +83,5 @@ def laid_out(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def holds_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has taken a step; what some make when they are built (a step of 0) does not count."""
+    """Whether an optimizer has taken a step; state created at construction (a step of 0) does not count."""
     return any(state and ("step" not in state or bool(state["step"])) for state in optimizer.state.values())

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same model, to the last bit."""
+"""Check that all ranks hold bitwise the same model."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor, nn
 
 from frameworm.errors import ModelError
 
-_MULTIPLIER = -7046029254386353131  # odd, with bits all over: every change of a value changes the sum
+_MULTIPLIER = -7046029254386353131  # odd, with bits spread over the word, so that any change alters the sum
 _CHUNK = 2**22
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A 64-bit number of the tensor's bits and their order, on its device."""
+    """A 64-bit hash of the tensor's bits and their order, on its device."""
     flat = tensor.detach().contiguous().view(-1)
     words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, words.numel(), _CHUNK):
         part = words[start : start + _CHUNK].to(torch.int64)
         place = torch.arange(start + 1, start + 1 + part.numel(), device=tensor.device)
-        # Integers wrap around, which is what a hash wants.
+        # Integer overflow wraps around, as a hash needs.
         total += ((part + 1) * (place * _MULTIPLIER)).sum()
     return total
 
@@ -36,10 +36,13 @@ def check_replicas(
     """Compare the parameters of all ranks; all ranks must call it.
 
     Args:
+        model: The model.
+        step: Number of the step, for the message.
+        group: The ranks; None: all.
         beside: Parameters that train beside the model.
 
     Raises:
-        ModelError: They differ; names the first parameter and the ranks that do not hold what rank 0 holds.
+        ModelError: They differ; names the first parameter and the ranks that differ from rank 0.
     """
     both = (*model.named_parameters(), *(beside or {}).items())
     named = [(name, parameter) for name, parameter in both if parameter.numel()]

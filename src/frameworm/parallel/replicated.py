@@ -16,13 +16,16 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from frameworm.config.schema import ParallelConfig
 from frameworm.errors import DeviceError, EnvironmentSetupError, ModelError
 from frameworm.parallel.beside import Beside, BesideGradients, send_values
-from frameworm.parallel.compression.control import CompressionControl
+from frameworm.parallel.compression.control import CompressionControl, why_not_captured
 from frameworm.parallel.compression.plain import EarlyShares, gradient_bytes, mean_of_gradients
 from frameworm.parallel.replicas import check_replicas
 from frameworm.parallel.strategy import Hook, Strategy
 from frameworm.records.observations import Compression
+from frameworm.torch_private.distributed import backend_name, end_replica, set_timing_rate
 
 _MANY = 5
+_LITTLE = 0.25  # fraction of the gradients' bytes
+_NEVER = 2**30
 
 
 def _some(names: list[str]) -> str:
@@ -30,9 +33,10 @@ def _some(names: list[str]) -> str:
 
 
 class DDPStrategy(Strategy):
-    """Gradients are averaged over the ranks while backward goes on."""
+    """DDP: gradients are averaged over the ranks during backward."""
 
     name = "ddp"
+    settling_steps = 12  # DDP rebuilds its buckets after the first step, and times the first ten
 
     def __init__(self, device: torch.device, rank: int, world_size: int, settings: ParallelConfig) -> None:
         super().__init__(device, rank, world_size)
@@ -62,7 +66,7 @@ class DDPStrategy(Strategy):
         return wrapped
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        """DDP around the parameters that can be trained now; the model itself where there are none."""
+        """Wrap the currently trainable parameters in DDP; return the model itself if there are none."""
         settings = self._settings
         if not any(item.requires_grad for item in model.parameters()):
             send_values([*model.parameters(), *model.buffers()])
@@ -76,13 +80,15 @@ class DDPStrategy(Strategy):
                 gradient_as_bucket_view=settings.gradient_as_bucket_view,
                 **sizes,
             )
+        # Occasionally DDP times a step with its own events, which must not be captured in a CUDA graph.
+        set_timing_rate(self._wrapped, _NEVER)
         return self._wrapped
 
     def follow(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module | None:
-        """DDP knows only the parameters that it began with: it is made anew."""
+        """Wrap the model again, because DDP only knows the parameters it started with."""
         self._beside_gradients.ask_again()
         if self._wrapped is not None:
-            self._wrapped._remove_autograd_hooks()
+            end_replica(self._wrapped)
             self._wrapped = None
         wrapped = self._wrap(model)
         self._register_hook()
@@ -111,6 +117,21 @@ class DDPStrategy(Strategy):
         early = EarlyShares(wrapped) if self._compression is None else self._compression.hook.early_shares(wrapped)
         wrapped.register_comm_hook(early, self._hook)
 
+    def why_not_captured(self) -> str | None:
+        if self._settings.find_unused_parameters:
+            return "parallel.find_unused_parameters has DDP ask the device in every step which parameters were used"
+        if self.world_size > 1 and not on_nccl(self.device):
+            return "the ranks meet by gloo, which works on the host; CUDA graphs need nccl (parallel.backend)"
+        return None if self._compression is None else why_not_captured(self._settings)
+
+    @property
+    def is_settled(self) -> bool:
+        return self._compression is None or self._compression.is_settled
+
+    def freeze(self) -> None:
+        if self._compression is not None:
+            self._compression.freeze()
+
     def after_step(self, model: nn.Module, step: int) -> bool:
         met = self._compression is not None and self._compression.after_step()
         every = self._settings.check_replicas
@@ -131,7 +152,7 @@ class DDPStrategy(Strategy):
         return None if self._compression is None else self._compression.describe()
 
     def close(self) -> None:
-        self._wrapped = None  # with the buckets of its gradients
+        self._wrapped = None  # releases its gradient buckets
         if self._compression is not None:
             self._compression.close()
 
@@ -139,6 +160,31 @@ class DDPStrategy(Strategy):
         if self._wrapped is None:
             return contextlib.nullcontext()
         return cast("AbstractContextManager[None]", self._wrapped.no_sync())
+
+    @property
+    def hides_little(self) -> bool:
+        if self._wrapped is None or self._compression is not None or self._settings.static_graph is True:
+            return False
+        if self._settings.find_unused_parameters:
+            return False  # the whole of the message must be sent, so every parameter needs a gradient
+        trained = [item for item in self._wrapped.module.parameters() if item.requires_grad]
+        sizes = [item.numel() * item.element_size() for item in trained]
+        most = self._settings.bucket_cap_mb * 2**20
+        # As DDP fills its buckets: from the last parameters to the first. Only the last bucket cannot be sent early.
+        early, filling, cap = 0, 0, min(self._settings.first_bucket_mb * 2**20, most)
+        for size in reversed(sizes):
+            if filling >= cap:
+                early, filling, cap = early + filling, 0, most
+            filling += size
+        return bool(early <= _LITTLE * sum(sizes))
+
+    @contextlib.contextmanager
+    def unsent(self) -> Iterator[None]:
+        with self.no_sync():
+            if self._wrapped is not None:
+                # DDP sends buffers in the first forward pass after it has sent gradients, which it does not do here.
+                self._wrapped.require_forward_param_sync = True
+            yield
 
     def sum_over_ranks(self, value: torch.Tensor) -> None:
         dist.all_reduce(value)
@@ -177,11 +223,16 @@ class DDPStrategy(Strategy):
         return gradient_bytes(model) if sent is None else sent
 
 
+def on_nccl(device: torch.device) -> bool:
+    """Whether the default group communicates on the device itself."""
+    return device.type == "cuda" and backend_name(dist.group.WORLD, device) == "nccl"
+
+
 @contextlib.contextmanager
 def _bucket_sizes(settings: ParallelConfig) -> Iterator[dict[str, Any]]:
-    """DDP's arguments for the sizes of its buckets.
+    """DDP's arguments for its bucket sizes.
 
-    torch has a smaller first bucket only where nobody names a size, and takes a list of sizes from 2.13 on.
+    torch uses a smaller first bucket only if no size is given, and accepts a list of sizes from 2.13 on.
     """
     first, others = settings.first_bucket_mb, settings.bucket_cap_mb
     if first >= others:
@@ -201,9 +252,12 @@ def _bucket_sizes(settings: ParallelConfig) -> Iterator[dict[str, Any]]:
 
 
 class DataParallelStrategy(Strategy):
-    """One process drives several GPUs; kept for older scripts, ddp is faster."""
+    """One process drives several GPUs; kept for older scripts. DDP is faster."""
 
     name = "dp"
+
+    def why_not_captured(self) -> str | None:
+        return "strategy dp runs the model in several threads, on several devices; ddp can be captured"
 
     def __init__(self, device: torch.device, device_ids: list[int] | None) -> None:
         super().__init__(device)

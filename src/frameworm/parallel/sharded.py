@@ -1,8 +1,8 @@
 """A model's state divided among the ranks: `zero1` (optimizer state), `zero2` and `zero3` (gradients, parameters too).
 
-`zero1` is DDP with torch's `ZeroRedundancyOptimizer`. The others are torch's `fully_shard`, layer by layer: between
-steps a rank holds its part of everything; `zero2` gathers the parameters once per step, `zero3` a layer at a time,
-once forward and once backward.
+`zero1` is DDP with torch's `ZeroRedundancyOptimizer`. The others use torch's `fully_shard`, layer by layer: between
+steps a rank holds only its shard; `zero2` gathers the parameters once per step, `zero3` a layer at a time, once in
+forward and once in backward.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from frameworm.errors import EnvironmentSetupError, ModelError, StateError
 from frameworm.parallel.beside import Beside, BesideGradients, send_values
 from frameworm.parallel.compression.plain import gradient_bytes
 from frameworm.parallel.named_state import holds_state, laid_out, names_in_groups, to_names, to_numbers
-from frameworm.parallel.replicated import DDPStrategy
+from frameworm.parallel.replicated import DDPStrategy, on_nccl
 from frameworm.parallel.shards import HeldState, StoredTensor, loaded, own_part, shard_of
 from frameworm.parallel.strategy import Strategy, check_trainable
 from frameworm.parallel.units import check_shardable, find_units
 from frameworm.parallel.zero_optimizer import ZeROStage1Optimizer, holds_divided_state, rebuild_sharded
+from frameworm.torch_private.optimizers import refuse_found_inf
 
 
 class ZeRO1Strategy(DDPStrategy):
-    """DDP in which every rank keeps the optimizer's state of its share of the parameters, and updates only that."""
+    """DDP in which every rank keeps the optimizer state of some of the parameters, and updates only those."""
 
     name = "zero1"
 
@@ -100,12 +101,16 @@ class ShardedStrategy(Strategy):
     """`zero2` and `zero3`.
 
     Args:
+        device: This rank's device.
+        rank: This process.
+        world_size: Number of processes.
         settings: The section `parallel`; its `strategy` says which of the two.
-        dtype: What layers compute in, None for their own numbers. Their parameters are gathered in that type and their
-            gradients reduced in float32; what lies outside of all layers is left to autocast.
+        dtype: Compute dtype of the layers; None: that of their parameters. Parameters are gathered in this type and
+            gradients reduced in float32; everything outside of layers is left to autocast.
     """
 
     acts_after_steps = True
+    settling_steps = 3  # the first steps set up buffers and streams
     shards_parameters = True
 
     def __init__(
@@ -165,7 +170,9 @@ class ShardedStrategy(Strategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         if isinstance(model, FSDPModule):
-            raise ModelError("the model is sharded already, by an earlier training; build it anew and resume that run")
+            raise ModelError(
+                "the model is sharded already, by an earlier training; build a new one and resume that run"
+            )
         check_trainable(model, self.beside.parameters.values())
         check_shardable(model, self.name)
         self._before = list(model.named_parameters())
@@ -177,7 +184,7 @@ class ShardedStrategy(Strategy):
             self._layer_bytes += self._shard(
                 unit, mesh=mesh, reshard_after_forward=self._reshards, mp_policy=layers, offload_policy=offload
             )
-        # Backward begins where forward ends: what lies outside of all layers is not worth freeing in between.
+        # Backward begins where forward ends, so parameters outside of all layers are not worth freeing in between.
         self._other_bytes = self._shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=offload)
         assert isinstance(model, FSDPModule)
         self._root = model
@@ -186,10 +193,11 @@ class ShardedStrategy(Strategy):
         return model
 
     def _shard(self, unit: nn.Module, **how: Any) -> int:
-        """Divide what is still whole in a module; returns the bytes of it that a gathering sends."""
+        """Shard the parameters of a module that are still whole; returns the bytes that gathering them sends."""
         parameters = [item for item in unit.parameters() if not isinstance(item, DTensor)]
         for parameter in parameters:
-            # As DDP does it, rank 0's values are everybody's. One layer at a time: the device need not hold all.
+            # As in DDP, all ranks start with rank 0's values. Layer by layer, so that the device need not hold them
+            # all.
             parameter.data = parameter.data.to(self.device).contiguous()
             dist.broadcast(parameter.data, src=0)
         policy: MixedPrecisionPolicy = how.get("mp_policy", MixedPrecisionPolicy())
@@ -199,7 +207,7 @@ class ShardedStrategy(Strategy):
         )
         fully_shard(unit, **how)
         for parameter in parameters:
-            parameter.data = parameter.data.new_empty(0)  # whoever built the optimizer still holds the old ones
+            parameter.data = parameter.data.new_empty(0)  # the optimizer still refers to the old parameters
         return sent
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -211,7 +219,7 @@ class ShardedStrategy(Strategy):
         names = {id(parameter): name for name, parameter in self._before}
         named = [*self._before, *self.beside.parameters.items()]
         fresh = to_names(optimizer.state_dict(), names_in_groups(named, optimizer.param_groups))
-        # The same object with other parameters: schedulers and whoever else holds it go on.
+        # The same optimizer object with other parameters, so that schedulers and other references stay valid.
         for group in optimizer.param_groups:
             group["params"] = [sharded[names[id(item)]] if id(item) in names else item for item in group["params"]]
         optimizer.state.clear()
@@ -242,6 +250,13 @@ class ShardedStrategy(Strategy):
         if not self._reshards:
             self._root.set_reshard_after_backward(expected)
 
+    def why_not_captured(self) -> str | None:
+        if self._offloads:
+            return "parallel.offload_optimizer updates on the host"
+        if self.world_size > 1 and not on_nccl(self.device):
+            return "the ranks meet by gloo, which works on the host; CUDA graphs need nccl (parallel.backend)"
+        return None
+
     def after_step(self, model: nn.Module, step: int) -> bool:
         self._passes, self._held = self._held + 1, 0
         if self._has_buffers and self.world_size > 1:
@@ -262,7 +277,7 @@ class ShardedStrategy(Strategy):
     ) -> torch.Tensor:
         whole = [part for item, part in zip(parameters, gradients, strict=True) if not isinstance(item, DTensor)]
         total = norm.to(self.device, torch.float64).square()
-        if whole and self.rank:  # all ranks hold these, and they count once
+        if whole and self.rank:  # all ranks hold these, so they are counted only once
             divided = [part for item, part in zip(parameters, gradients) if isinstance(item, DTensor)]
             total = nn.utils.get_total_norm(divided).to(self.device, torch.float64).square()
         dist.all_reduce(total)
@@ -314,32 +329,32 @@ def _refuse_state(optimizer: torch.optim.Optimizer, strategy: str) -> None:
     if holds_state(optimizer):
         raise StateError(
             f"the optimizer has taken steps already, and strategy {strategy} divides an optimizer before its first; "
-            "pass a new one (to go on with a run, resume it: the checkpoint holds the optimizer's state)"
+            "pass a new one (to continue a run, resume it: the checkpoint holds the optimizer's state)"
         )
 
 
 def _without_fused_sgd(optimizer: torch.optim.Optimizer) -> None:
-    """torch can divide a fused Adam but not a fused SGD, which then updates by a few kernels per step instead."""
+    """Turn off fused SGD, which torch cannot shard (unlike fused Adam); foreach uses a few kernels per step instead."""
     if not isinstance(optimizer, torch.optim.SGD):
         return
     for group in [*optimizer.param_groups, optimizer.defaults]:
         if group.get("fused"):
             group["fused"], group["foreach"] = False, True
-            optimizer._step_supports_amp_scaling = False
+            refuse_found_inf(optimizer)
 
 
 def _without_mixed_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """A group of divided and whole parameters is updated one by one: torch has no kernel for both at once."""
+    """Update groups with both sharded and whole parameters one by one: torch has no kernel for a mixture."""
     for group in optimizer.param_groups:
         if len({isinstance(item, DTensor) for item in group["params"]}) == 2:
             for name in ("foreach", "fused"):
                 if name in group:
                     group[name] = False
-            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+            refuse_found_inf(optimizer)
 
 
 def _divided(key: str, value: Any, parameter: nn.Parameter) -> Any:
-    """One entry of a parameter's state as this rank holds it."""
+    """This rank's part of one entry of a parameter's state."""
     if not isinstance(value, (torch.Tensor, StoredTensor)) or not value.shape or not isinstance(parameter, DTensor):
         return loaded(value)
     if value.shape != parameter.shape:

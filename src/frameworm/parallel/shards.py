@@ -1,4 +1,4 @@
-"""Between whole tensors and the parts of them that a rank holds: by rows, as torch's fully_shard divides them."""
+"""Convert between whole tensors and the row shards that a rank holds, as torch's fully_shard divides them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-if TYPE_CHECKING:  # else late: it brings the whole compiler along
+if TYPE_CHECKING:  # imported late elsewhere: it loads the whole compiler
     from torch.distributed.tensor import DTensor
 
 
@@ -35,11 +35,11 @@ SAFETENSORS_TYPES = {
 
 @dataclass(frozen=True)
 class HeldState:
-    """`model` and `optimizer` by parameter names, as far as this rank holds them; tensors may be those that train.
+    """The part of `model` and `optimizer` that this rank holds, by parameter names; tensors may be the live ones.
 
     Attributes:
-        replicated: What every rank holds alike, and parts of tensors (DTensors) of which each holds its own.
-        owned: What no other rank holds.
+        replicated: Entries that are equal on every rank, and DTensors of which each rank holds its own shard.
+        owned: Entries that no other rank holds.
     """
 
     replicated: dict[str, Any]
@@ -47,26 +47,26 @@ class HeldState:
 
 
 class StoredTensor(ABC):
-    """A tensor that waits in a checkpoint, to be read whole or by rows."""
+    """A tensor in a checkpoint that has not been read yet; it can be read whole or by rows."""
 
     shape: torch.Size
     dtype: torch.dtype
 
     @abstractmethod
     def read(self, first_row: int = 0, rows: int | None = None) -> torch.Tensor:
-        """These rows of it in host memory, all unless told; memory that nobody else uses."""
+        """Read these rows, by default all, into host memory that nothing else uses."""
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """A numpy array that waits in a checkpoint, where it is a tensor."""
+    """A numpy array in a checkpoint, stored as a tensor."""
 
     tensor: StoredTensor
 
 
 @dataclass(frozen=True)
 class StoredSparse:
-    """A sparse tensor that waits in a checkpoint, where it is two dense ones."""
+    """A sparse tensor in a checkpoint, stored as two dense ones."""
 
     indices: StoredTensor
     values: StoredTensor
@@ -75,28 +75,28 @@ class StoredSparse:
 
 
 def is_part(tensor: object) -> TypeGuard[DTensor]:
-    """Whether it is a tensor of which this rank holds a part; there is none before their module was loaded."""
+    """Whether it is a DTensor, without importing the module: if that is not loaded, there are none."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, sharing its memory; a plain tensor is its own part."""
+    """This rank's part of a tensor, sharing its memory; for a plain tensor, the tensor itself."""
     return tensor.to_local() if is_part(tensor) else tensor
 
 
 def first_row(tensor: DTensor) -> int:
-    """Where in the whole tensor this rank's part begins."""
+    """The row of the whole tensor at which this rank's part begins."""
     from torch.distributed.tensor import Shard
 
     assert tuple(tensor.placements) == (Shard(0),), tensor.placements
     rows = tensor.shape[0]
-    # As Tensor.chunk: the first ones get as much as any, the last one less, and some may get nothing.
+    # As Tensor.chunk: the first ranks get equal parts, the last one fewer rows, and some may get none.
     return min(rows, tensor.device_mesh.get_local_rank() * -(-rows // tensor.device_mesh.size()))
 
 
 def shard_of(value: torch.Tensor | StoredTensor, like: DTensor) -> DTensor:
-    """This rank's shard of a whole value, cut and placed as `like` is; a copy, and nobody is asked."""
+    """This rank's shard of a whole value, placed like `like`; a copy, made without communication."""
     own = like.to_local()
     first, rows = first_row(like), own.shape[0]
     part = value.read(first, rows) if isinstance(value, StoredTensor) else value[first : first + rows].clone()
@@ -105,7 +105,7 @@ def shard_of(value: torch.Tensor | StoredTensor, like: DTensor) -> DTensor:
 
 
 def like_part(part: torch.Tensor, like: DTensor) -> DTensor:
-    """The divided tensor of which this rank holds `part`, cut as `like` is; not copied, and nobody is asked."""
+    """The sharded tensor of which this rank holds `part`, placed like `like`; no copy, no communication."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -119,7 +119,7 @@ def like_part(part: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def loaded(state: Any) -> Any:
-    """Nested state with its stored tensors read; one that stands in several places is read once."""
+    """Read all stored tensors in a nested state; a tensor that occurs several times is read once."""
     known: dict[int, torch.Tensor] = {}
 
     def load(item: Any) -> Any:

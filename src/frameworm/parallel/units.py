@@ -1,4 +1,4 @@
-"""Which parts of a model are sharded, gathered and freed one at a time."""
+"""Which parts of a model are sharded, gathered and freed as a unit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model, inner ones before those around them; the model itself is not among them.
+    """The layers of a model, inner ones before outer ones, without the model itself.
 
-    Layers are what the model declares (`checkpoint_layers`), and modules of a class that a ModuleList or a Sequential
-    repeats (in a Sequential only those that have parts). A layer that shares a parameter with the outside is none: the
-    parameter must be there when either side is computed.
+    Layers are those that the model declares (`checkpoint_layers`), and modules of a class that a ModuleList or a
+    Sequential repeats (in a Sequential only those with submodules). A module that shares a parameter with the outside
+    is left out: the parameter must be present when either side is computed.
     """
     chosen: set[nn.Module] = set(getattr(model, "checkpoint_layers", None) or ())
     for module in model.modules():
@@ -49,7 +49,7 @@ def _is_apart(module: nn.Module, owners: dict[int, set[nn.Module]]) -> bool:
 
 
 def check_shardable(model: nn.Module, strategy: str) -> None:
-    """Refuse what torch's fully_shard cannot divide.
+    """Reject models that torch's fully_shard cannot divide.
 
     Raises:
         ModelError: Names the parameter.

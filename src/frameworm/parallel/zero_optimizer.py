@@ -1,4 +1,4 @@
-"""ZeRO stage 1: every rank keeps the optimizer's state of its share of the parameters only."""
+"""ZeRO stage 1: every rank keeps only a part of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from frameworm.errors import EnvironmentSetupError, ModelError, StateError
+from frameworm.torch_private.optimizers import accepts_found_inf, mark_stepped
 
 with warnings.catch_warnings():
-    # torch warns about what it itself does when this is imported.
+    # Importing this makes torch warn about its own code.
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -26,20 +27,20 @@ _DIVIDED = "_frameworm_divided"
 class ZeROStage1Optimizer(ZeroRedundancyOptimizer):
     """An optimizer whose state is divided among the ranks, parameter by parameter.
 
-    Each rank updates its share and sends it to the others. It is torch's `ZeroRedundancyOptimizer`; beyond that it
-    leaves out steps with bad gradients on the device where the inner optimizer can, and loads states on to the device
-    where the inner optimizer wants them.
+    Each rank updates its parameters and sends them to the others. It extends torch's `ZeroRedundancyOptimizer`: it
+    skips steps with bad gradients on the device if the inner optimizer supports that, and loads states to the device
+    that the inner optimizer expects.
 
     Args:
         params: Parameters, or groups of them; the same on every rank, in the same order.
-        optimizer_class: What updates the parameters.
-        parameters_as_bucket_view: Keep each rank's share in one piece of memory, which is sent at once.
+        optimizer_class: Class of the inner optimizer.
+        parameters_as_bucket_view: Keep each rank's parameters in one block of memory, which is sent at once.
         **settings: Arguments of the inner optimizer, such as `lr`.
 
     Raises:
         EnvironmentSetupError: There is no process group.
 
-    Example:
+    Examples:
         >>> optimizer = ZeROStage1Optimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     """
 
@@ -61,11 +62,11 @@ class ZeROStage1Optimizer(ZeroRedundancyOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by torch's loss scaler and by the engine."""
-        return bool(getattr(self.optim, "_step_supports_amp_scaling", False))
+        """Read by torch's loss scaler and by the engine."""
+        return accepts_found_inf(self.optim)
 
     def step(self, closure: Callable[[], float] | None = None, **more: Any) -> float | None:  # type: ignore[override]
-        """Update this rank's share, then bring every rank what the others updated."""
+        """Update this rank's parameters, then exchange the updated ones."""
         given = [name for name in _SCALER_FLAGS if hasattr(self, name)]
         for name in given:
             setattr(self.optim, name, getattr(self, name))
@@ -77,14 +78,14 @@ class ZeROStage1Optimizer(ZeroRedundancyOptimizer):
                 delattr(self.optim, name)
 
     def owner_of(self, parameter: torch.Tensor) -> int | None:
-        """The rank that updates a parameter; None: it is not among those of this optimizer."""
+        """The rank that updates a parameter; None if the parameter is not in this optimizer."""
         owners: dict[torch.Tensor, int] = self._param_to_rank  # type: ignore[attr-defined]
         return owners.get(parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's share of a whole state, as `state_dict` gives it after `consolidate_state_dict`."""
-        # torch would put step counts on the host, where fused optimizers do not look for them, and give the groups
-        # new dicts, which schedulers do not see.
+        """Load this rank's part of a whole state, as `state_dict` returns it after `consolidate_state_dict`."""
+        # torch would put step counts on the host, where fused optimizers do not look for them, and replace the groups'
+        # dicts, to which schedulers hold references.
         numbers: dict[torch.Tensor, int] = {}
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             numbers.update(zip(group["params"], saved["params"], strict=True))
@@ -104,12 +105,15 @@ class ZeROStage1Optimizer(ZeroRedundancyOptimizer):
             self._given.state = self.optim.state
 
     def take_over(self, given: torch.optim.Optimizer) -> None:
-        """Go on with this rank's share of a state, and keep the share in the given optimizer, for a later training.
+        """Continue with this rank's part of a state, and keep that part in the given optimizer for later training.
 
         All ranks must call it.
 
+        Args:
+            given: The user's optimizer.
+
         Raises:
-            StateError: The given optimizer holds another share, from a training that divided the parameters otherwise.
+            StateError: It holds other parts of the state, from a training run that divided the parameters differently.
         """
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         own = {parameter for group in self.optim.param_groups for parameter in group["params"]}
@@ -132,31 +136,31 @@ class ZeROStage1Optimizer(ZeroRedundancyOptimizer):
 
 
 def holds_divided_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer holds this rank's share of a state, from an earlier training under zero1."""
+    """Whether an optimizer holds this rank's part of a state, from earlier training under zero1."""
     return _DIVIDED in vars(optimizer)
 
 
 def rebuild_sharded(optimizer: torch.optim.Optimizer) -> ZeROStage1Optimizer:
-    """The same kind of optimizer over the same groups, with its state divided among the ranks.
+    """An optimizer of the same class over the same groups, with its state divided among the ranks.
 
-    The groups are shared: whoever sets a learning rate in the given one sets it in the new one. So is the state.
+    The groups are shared, so that a learning rate set in the given optimizer also applies here; so is the state.
 
     Raises:
-        ModelError: The parameters are of several types.
-        StateError: The given one holds another rank's share of the state.
+        ModelError: The parameters have several dtypes.
+        StateError: The given optimizer holds another rank's part of the state.
     """
     kind = type(optimizer)
     names = inspect.signature(kind.__init__).parameters
     open_ended = any(item.kind is item.VAR_KEYWORD for item in names.values())
     settings = {name: value for name, value in optimizer.defaults.items() if open_ended or name in names}
     groups = optimizer.param_groups
-    # torch lays the parameters end to end, which would undo any other order of their values in memory.
+    # torch concatenates the parameters, which would lose any memory layout that is not contiguous.
     as_views = all(parameter.is_contiguous() for group in groups for parameter in group["params"])
     try:
         rebuilt = ZeROStage1Optimizer(groups, kind, parameters_as_bucket_view=as_views, **settings)
     except ValueError as error:
         raise ModelError(f"strategy zero1 cannot divide this optimizer's state: {error}; use ddp") from None
     rebuilt.take_over(optimizer)
-    # A scheduler of torch's watches the given one, whose step() nobody will call.
-    optimizer._opt_called = True  # type: ignore[attr-defined]
+    # torch's schedulers watch the given optimizer, whose step() is never called.
+    mark_stepped(optimizer)
     return rebuilt

@@ -13,9 +13,9 @@ BIN_LIMIT = 64
 MOST_BATCHES = 20
 FEWEST_BATCHES = 8
 STEPS_PER_BATCH = 5
-SHORTEST_S = 1e-9  # of a step; less is a clock that stood still
+SHORTEST_S = 1e-9  # shorter steps mean a clock that stood still
 
-# They come once in many steps: among the others they would drown every comparison of batches.
+# Too rare to compare between batches: one occurrence would dominate its batch.
 RARE = ("checkpoint", "validation")
 
 
@@ -26,12 +26,12 @@ class _Bin:
 
     def __init__(self) -> None:
         self.steps = 0
-        self.training_s = 0.0  # without checkpoints and validation
-        self.phased_s = 0.0  # of the steps that were divided into phases
+        self.training_s = 0.0  # excludes checkpoints and validation
+        self.phased_s = 0.0  # time of the steps that have phases
         self.phases: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
-        self.wait_s = 0.0  # for later ranks
-        self.waited_s = 0.0  # of the steps in which that was known
+        self.wait_s = 0.0  # waiting for later ranks
+        self.waited_s = 0.0  # time of the steps whose wait is known
 
     def join(self, other: _Bin) -> None:
         self.steps += other.steps
@@ -45,15 +45,15 @@ class _Bin:
 
 
 class StepAccount:
-    """Sums up the steps of one rank as they come; cheap enough for every step, and as long as the run likes.
+    """Adds up the steps of one rank as they arrive; cheap enough for every step of a run of any length.
 
-    The warm-up is left out as `records.statistics.StepAggregate` leaves it out: `warmup` steps, but never more than
-    half of those there are.
+    The warm-up is excluded as in `records.statistics.StepAggregate`: `warmup` steps, but never more than half of the
+    steps.
 
     Args:
-        warmup: Steps at the start to leave out.
-        share: The part of all steps that is taken in, where that is a sample.
-        rare: What is known from elsewhere of the rare phases: the share of each in the time of all steps.
+        warmup: Steps to exclude at the start.
+        share: Fraction of all steps that is added, if they are a sample.
+        rare: Fraction of all time spent in each rare phase, if known from elsewhere.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StepAccount:
         self._sums = _Sums(share, rare)
 
     def add(self, step: StepRecord) -> None:
-        """Take one step in."""
+        """Add one step."""
         if self._head is None:
             self._sums.add(step)
             return
@@ -76,13 +76,13 @@ class StepAccount:
             self._head = None
 
     def extend(self, steps: Iterable[StepRecord]) -> StepAccount:
-        """Take many steps in."""
+        """Add many steps."""
         for step in steps:
             self.add(step)
         return self
 
     def sums(self) -> _Sums:
-        """The sums so far, without the warm-up."""
+        """Return the sums so far, without the warm-up."""
         if self._head is None:
             return self._sums
         sums = _Sums(self._share, self._rare)
@@ -92,16 +92,16 @@ class StepAccount:
 
 
 class _Sums:
-    """The measured steps: totals, and bins that are joined in pairs when there are too many."""
+    """Totals of the measured steps, and bins that are joined in pairs when there are too many."""
 
     def __init__(self, share: float = 1.0, known_rare: Mapping[str, float] | None = None) -> None:
-        self.share = share  # of all steps that is summed up
+        self.share = share  # fraction of all steps that is summed
         self._known_rare = known_rare
         self.steps = 0
         self.total_s = 0.0
         self.samples = 0
         self.tokens = 0
-        self.token_steps = 0  # that know their tokens
+        self.token_steps = 0  # steps with a known token count
         self.rare: dict[str, list[float]] = {}  # number, sum and sum of squares of the seconds
         self._bins: list[_Bin] = []
         self._current = _Bin()
@@ -160,7 +160,7 @@ class _Sums:
             self._stride *= 2
 
     def batches(self) -> list[_Bin]:
-        """The steps as at most 20 batches, of 5 steps or more where there are enough."""
+        """The steps as at most 20 batches, with at least 5 steps each if there are enough steps."""
         bins = [*self._bins, self._current] if self._current.steps else self._bins
         count = min(len(bins), max(FEWEST_BATCHES, min(MOST_BATCHES, self.steps // STEPS_PER_BATCH)))
         batches = []
@@ -173,14 +173,14 @@ class _Sums:
 
     @property
     def training_share(self) -> float:
-        """Share of the time that was neither checkpoint nor validation."""
+        """Fraction of the time that was neither checkpoint nor validation."""
         if self._known_rare is not None:
             return max(1.0 - math.fsum(self._known_rare.values()), 0.0)
         rare_s = math.fsum(sums[1] for sums in self.rare.values())
         return max(1.0 - rare_s / self.total_s, 0.0) if self.total_s > 0 else 0.0
 
     def _of_all(self, found: Estimate) -> Estimate:
-        """A share of training as one of all the time."""
+        """Convert a fraction of training time to a fraction of all time."""
         scaled = found.scaled(self.training_share)
         if self.share == 1 or self._known_rare is not None:
             return scaled
@@ -189,12 +189,12 @@ class _Sums:
 
     @property
     def rows_per_step(self) -> float | None:
-        """Tokens of a step, or its samples where no step knows its tokens; None when neither is known."""
+        """Tokens per step, or samples per step if no step knows its tokens; None if neither is known."""
         rows, steps = (self.tokens, self.token_steps) if self.token_steps else (self.samples, self.steps)
         return rows / steps if rows and steps else None
 
     def step_s(self) -> Estimate | None:
-        """Mean time of a step, less checkpoints and validation."""
+        """Mean step time without checkpoints and validation."""
         batches = self.batches()
         return ratio([item.training_s for item in batches], [float(item.steps) for item in batches])
 
@@ -203,7 +203,7 @@ class _Sums:
         return trend([item.training_s / item.steps for item in self.batches() if item.steps])
 
     def phases(self) -> dict[str, Estimate]:
-        """Share of each phase in the time of all steps; empty when no step was divided."""
+        """Fraction of all step time in each phase; empty if no step has phases."""
         batches = self.batches()
         wholes = [item.phased_s for item in batches]
         shares: dict[str, Estimate] = {}
@@ -216,9 +216,10 @@ class _Sums:
         return shares
 
     def _rare_share(self, count: float, total_s: float, squares: float) -> Estimate:
-        """Share of a rare phase; the error comes from how unlike its occurrences are, half of it for one or two.
+        """Fraction of all time in a rare phase.
 
-        In a sample it comes, too, from how many of them happened to be met.
+        The error comes from the spread between occurrences (at least half their mean if there are fewer than three)
+        and, if the steps are a sample, from how many occurrences the sample happened to contain.
         """
         mean_s = total_s / count
         variance = max(squares / count - mean_s**2, 0.0) * count / max(count - 1, 1)
@@ -227,7 +228,7 @@ class _Sums:
         return Estimate(total_s / self.total_s, math.hypot(each_s, met_s) * math.sqrt(count) / self.total_s)
 
     def metrics(self) -> dict[str, Estimate]:
-        """Share of each measure that is counted in seconds within the phases."""
+        """Time fraction of each metric measured in seconds within the phases."""
         batches = self.batches()
         wholes = [item.training_s for item in batches]
         shares: dict[str, Estimate] = {}
@@ -238,14 +239,14 @@ class _Sums:
         return shares
 
     def counts(self) -> dict[str, float]:
-        """Mean per step of each measure that is not in seconds."""
+        """Mean per step of each metric that is not in seconds."""
         totals: dict[str, float] = {}
         for item in self.batches():
             _add_up(totals, {name: value for name, value in item.metrics.items() if not name.endswith("_s")})
         return {name: total / self.steps for name, total in totals.items()} if self.steps else {}
 
     def rank_wait(self) -> Estimate | None:
-        """Share of the time this rank waited for later ones."""
+        """Fraction of the time this rank waited for later ones."""
         batches = self.batches()
         found = ratio([item.wait_s for item in batches], [item.waited_s for item in batches])
         return None if found is None else self._of_all(found)

@@ -18,10 +18,10 @@ FILE_MODE = 0o644
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace a file as a whole: after a crash at any moment it is the old one or the new one.
+    """Replace a file as a whole: after a crash at any moment, either the old or the new content is there.
 
     Raises:
-        RunFolderError: It cannot be written; the old one is left as it was.
+        RunFolderError: The file cannot be written; the old one is unchanged.
     """
     try:
         with replacing(path) as file:
@@ -32,7 +32,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file beside `path` that takes its place once it is durable."""
+    """Yield a new file next to `path` that replaces it once it is durable."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb", opener=_own_file) as file:
@@ -48,24 +48,24 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def refuse_link(path: Path) -> None:
-    """Refuse a link in the place of what is about to be written to, or removed.
+    """Refuse a symbolic link where a file is about to be written or removed.
 
     Raises:
-        RunFolderError: It leads elsewhere.
+        RunFolderError: `path` is a link.
     """
     if path.is_symlink():
         raise RunFolderError(
-            f"{path} is a link, and frameworm writes through no link inside a folder of its own: put what it points to "
-            "in its place, or use another folder"
+            f"{path} is a link, and frameworm does not write through links inside its own folders: replace it by its "
+            "target, or use another folder"
         )
 
 
 def make_folder_in(root: Path, folder: Path) -> None:
-    """Make a folder somewhere in another; `root` may be a link, but what lies between them may not.
+    """Make a folder below `root`. `root` itself may be a link, but no folder below it may.
 
     Raises:
         RunFolderError: There is a link on the way.
-        OSError: It cannot be made.
+        OSError: The folder cannot be made.
     """
     for part in (*reversed(folder.relative_to(root).parents), folder.relative_to(root)):
         if part.parts:
@@ -75,10 +75,10 @@ def make_folder_in(root: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def written_anew(path: Path) -> Iterator[BinaryIO]:
-    """A new, unbuffered file; what has its name is removed first, so that no link is followed.
+    """Yield a new, unbuffered file. An existing file of that name is removed first, so that no link is followed.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The file cannot be made.
     """
     path.unlink(missing_ok=True)
     with open(path, "xb", buffering=0, opener=_own_file) as file:
@@ -86,10 +86,10 @@ def written_anew(path: Path) -> Iterator[BinaryIO]:
 
 
 def open_to_append(path: Path, flags: int = os.O_WRONLY) -> int:
-    """A descriptor that appends to a file, which is made if it is not there.
+    """Return a descriptor that appends to a file, which is created if it does not exist.
 
     Raises:
-        OSError: It cannot be made, or is a link or a pipe.
+        OSError: The file cannot be made, or is a link or a pipe.
     """
     wanted = flags | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, wanted, FILE_MODE)
@@ -100,10 +100,10 @@ def open_to_append(path: Path, flags: int = os.O_WRONLY) -> int:
 
 
 def private_folder() -> Path:
-    """A folder for notes between this user's processes, in which nobody else can make, see or replace anything.
+    """Return a folder for notes between this user's processes, which no other user can read or write.
 
     Raises:
-        OSError: Its name is taken by a link, or by a folder that others can write to or own.
+        OSError: The name is taken by a link, or by a folder that another user owns or can access.
     """
     folder = Path(tempfile.gettempdir()) / f"frameworm-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
@@ -113,10 +113,10 @@ def private_folder() -> Path:
 
 
 def check_private(folder: Path) -> None:
-    """Refuse a folder that others could put something into.
+    """Refuse a folder that other users could write to.
 
     Raises:
-        OSError: It is a link, or others may own it, open it or write to it.
+        OSError: The path is not a folder, or other users own it or can open it or write to it.
     """
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -124,12 +124,12 @@ def check_private(folder: Path) -> None:
 
 
 def _own_file(name: str, flags: int) -> int:
-    """For `open`: with "x" the system itself refuses a name that is taken, also by a link."""
+    """Opener for `open`: in mode "x", the system refuses a name that is taken, even by a link."""
     return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
 
 
 def forbid_world_writable() -> int:
-    """From now on nothing this process makes can be written by everybody, whatever its umask was; returns that."""
+    """Set the umask so that this process creates no world-writable files; return the previous umask."""
     before = os.umask(0o022)
     os.umask(before | 0o002)
     return before
@@ -137,7 +137,7 @@ def forbid_world_writable() -> int:
 
 @contextlib.contextmanager
 def not_world_writable() -> Iterator[None]:
-    """The same for a while."""
+    """Context manager for `forbid_world_writable`: restores the umask afterwards."""
     before = forbid_world_writable()
     try:
         yield
@@ -146,7 +146,7 @@ def not_world_writable() -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; file systems that cannot sync one have no such promise to give."""
+    """Make the names in a folder durable, where the file system can sync a folder."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Figures with their uncertainty: what a mean over noisy, correlated steps is worth."""
+"""Values with their uncertainty: intervals, and estimates with standard errors for means over correlated steps."""
 
 from __future__ import annotations
 
@@ -6,14 +6,46 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-LARGEST = 1e24  # beyond it is no time, size or count of any training, and its square may not be a number
+LARGEST = 1e24  # no time, size or count of a training run exceeds this; the square of a larger one may overflow
+
+
+End = TypeVar("End", bound="float | None", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval(Generic[End]):
+    """A value and the ends of its 95% interval.
+
+    `Interval[float]` always has both ends. In an `OpenInterval` they are None where the value was measured only once,
+    so that nothing is known about its spread.
+    """
+
+    value: float
+    low: End
+    high: End
+
+    def scaled(self: Interval[float], factor: float) -> Interval[float]:
+        """Multiply by an exactly known, positive factor."""
+        return Interval(self.value * factor, self.low * factor, self.high * factor)
+
+    def leaves_out(self: Interval[float], value: float) -> bool:
+        """True if a value lies outside the interval: a difference from it is more than noise."""
+        return self.low > value or self.high < value
+
+
+OpenInterval = Interval[float | None]
+
+
+def without_spread(value: float) -> OpenInterval:
+    """Wrap a value that was measured once."""
+    return Interval(value, None, None)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure, its standard error, and the degrees of freedom that error was made from (None: many)."""
+    """A value, its standard error, and the degrees of freedom behind that error (None: many)."""
 
     value: float
     error: float
@@ -35,34 +67,34 @@ class Estimate:
         return self.value + self.margin
 
     def scaled(self, factor: float) -> Estimate:
-        """The figure times a number that is known."""
+        """Multiply by an exactly known factor."""
         return Estimate(self.value * factor, self.error * abs(factor), self.freedom)
 
     def plus(self, other: Estimate | None) -> Estimate:
-        """The sum of two figures whose errors are taken as independent; None adds nothing."""
+        """Add another estimate whose error is taken as independent; None adds nothing."""
         if other is None:
             return self
         return Estimate(self.value + other.value, math.hypot(self.error, other.error), _fewer(self, other))
 
     def minus(self, other: Estimate | None) -> Estimate:
-        """The difference of two figures; None takes nothing away."""
+        """Subtract another estimate; None subtracts nothing."""
         return self if other is None else self.plus(other.scaled(-1.0))
 
 
 def known(value: Any) -> float | None:
-    """A number that can have been measured, or None for everything else."""
+    """Return `value` as a float if it is a plausible measurement, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if -LARGEST < value < LARGEST else None
 
 
 def clamp(share: float) -> float:
-    """A share within 0 and 1."""
+    """Limit a fraction to the range 0 to 1."""
     return min(max(share, 0.0), 1.0)
 
 
 def quantile(freedom: int | None) -> float:
-    """Student's t at 97.5%, by the Cornish-Fisher expansion: within 1% from three degrees of freedom on."""
+    """Return Student's t at 97.5% by the Cornish-Fisher expansion; within 1% from three degrees of freedom on."""
     if freedom is None:
         return 1.96
     inverse = 1 / max(freedom, 1)
@@ -70,10 +102,10 @@ def quantile(freedom: int | None) -> float:
 
 
 def ratio(parts: Sequence[float], wholes: Sequence[float]) -> Estimate | None:
-    """The share of `parts` in `wholes`, one pair per batch of consecutive steps.
+    """Estimate the fraction of `wholes` that `parts` take, from one pair per batch of consecutive steps.
 
-    Steps are correlated, so the error comes from how the batches disagree with the common share, not from single
-    steps. A single batch knows no error, and gives None.
+    Steps are correlated, so the error comes from how far the batches deviate from the common fraction, not from single
+    steps. A single batch has no error and gives None.
     """
     pairs = [(part, whole) for part, whole in zip(parts, wholes) if whole > 0]
     total = math.fsum(whole for _, whole in pairs)
@@ -86,7 +118,7 @@ def ratio(parts: Sequence[float], wholes: Sequence[float]) -> Estimate | None:
 
 
 def trend(values: Sequence[float]) -> Estimate | None:
-    """Change from the first to the last of evenly spaced values by a straight line, relative to their mean."""
+    """Fit a line to evenly spaced values and return its change from first to last, relative to their mean."""
     count = len(values)
     if count < 4:
         return None
@@ -109,7 +141,7 @@ def _fewer(left: Estimate, right: Estimate) -> int | None:
 
 @cache
 def student_quantile(error: float, freedom: int) -> float:
-    """What Student's t exceeds with the given chance, to 1e-9: `student_quantile(0.025, 9)` is 2.262."""
+    """Return the value that Student's t exceeds with probability `error`, to 1e-9: `(0.025, 9)` gives 2.262."""
     low, high = 0.0, 1.0
     while _student_tail(high, freedom) > error:
         low, high = high, 2 * high
@@ -120,7 +152,7 @@ def student_quantile(error: float, freedom: int) -> float:
 
 
 def _student_tail(value: float, freedom: int) -> float:
-    """The chance that Student's t exceeds a positive value: the finite sums of Abramowitz and Stegun 26.7.3 and 4."""
+    """Probability that Student's t exceeds a positive value, by the sums of Abramowitz and Stegun 26.7.3 and 26.7.4."""
     angle = math.atan(value / math.sqrt(freedom))
     square = math.cos(angle) ** 2
     term = total = 1.0

@@ -1,4 +1,4 @@
-"""How the training loop tells others what happened, without knowing who listens."""
+"""How the training loop reports events without knowing its listeners."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from frameworm.records.schema import EpochRecord, RunRecord, StepRecord
 
-EVENTS = {  # and their arguments
+EVENTS = {  # number of arguments of each event
     "on_run_start": 1,
     "on_batch_end": 4,
     "on_step": 1,
@@ -20,11 +20,11 @@ _Target = tuple["Listener", _Call]
 
 
 class Listener:
-    """Base of everything that wants to hear of a run; each method does nothing unless overridden.
+    """Base class for everything that follows a run; each method does nothing unless overridden.
 
     Attributes:
-        must_not_break_training: True for listeners that only watch. When one of these raises, it is dropped with a
-            note and training goes on; errors of all others reach the training loop.
+        must_not_break_training: True for listeners that only watch. If one of these raises, it is dropped with a note
+            and training continues; errors of other listeners reach the training loop.
         trainer: The `Trainer` that this callback was given to; None for other listeners.
     """
 
@@ -32,39 +32,39 @@ class Listener:
     trainer: Any = None
 
     def on_run_start(self, record: RunRecord) -> None:
-        """The run is about to take its first step."""
+        """Called when the run is about to take its first step."""
 
     def on_batch_end(self, trainer: Any, batch: Any, outputs: Any, loss: Any) -> None:
-        """A step is done on this rank; called for each of its micro-batches, before the next step begins.
+        """Called for each micro-batch when its step is done on this rank, before the next step begins.
 
         Args:
             trainer: Has `model`, `optimizer` and `stop()`.
-            batch: As the loader gave it, on the device.
-            outputs: What the model returned, without gradients; None where `loss_fn(model, batch)` calls the model, or
-                the model returns its loss alone.
-            loss: On the device, without gradients: to read its value is to wait for the device.
+            batch: The batch as the loader returned it, on the device.
+            outputs: What the model returned, without gradients; None if `loss_fn(model, batch)` calls the model, or if
+                the model returns only its loss.
+            loss: On the device, without gradients. Reading its value waits for the device.
         """
 
     def on_step(self, step: StepRecord) -> None:
-        """A step of this rank is complete; called for every step, so keep it cheap."""
+        """Called when a step of this rank is complete. It runs on every step, so keep it cheap."""
 
     def on_epoch(self, epoch: EpochRecord) -> None:
-        """An epoch and its validation are complete."""
+        """Called when an epoch and its validation are complete."""
 
     def on_checkpoint(self, path: str, step: int) -> None:
-        """A checkpoint of the state after `step` is durable at `path`."""
+        """Called when a checkpoint of the state after `step` is durable at `path`."""
 
     def on_run_end(self, record: RunRecord) -> None:
-        """The run is over, for whatever reason; `record.status` says which."""
+        """Called when the run is over for any reason; see `record.status`."""
 
 
 class Events(Listener):
-    """Hands each event to every listener, in order. With no listeners it does nothing, so the loop never asks.
+    """Passes each event to every listener, in order. Without listeners it does nothing, so the loop need not check.
 
     Args:
-        listeners: Who listens; only the methods a listener overrides are ever called, and one without the base class
-            needs only those that it wants.
-        acting: Those of them that may act on the training, and hear of a step at once (`on_own_step`).
+        listeners: The listeners. Only methods that a listener overrides are called; a listener that does not inherit
+            from `Listener` needs only the methods it wants.
+        acting: Those of them that may act on the training, and get each step at once (`on_own_step`).
 
     Attributes:
         notes: One sentence for each listener that was dropped.
@@ -78,24 +78,24 @@ class Events(Listener):
 
     @property
     def wants_batches(self) -> bool:
-        """Whether somebody listens to `on_batch_end`; batches and outputs are kept for nobody else."""
+        """True if any listener overrides `on_batch_end`; otherwise batches and outputs need not be kept."""
         return bool(self._batch_end)
 
     @property
     def listeners(self) -> Sequence[Listener]:
-        """The listeners still being told."""
+        """The listeners that have not been dropped."""
         return self._listeners
 
     def on_run_start(self, record: RunRecord) -> None:
-        """Tell all that the run begins."""
+        """Tell all listeners that the run begins."""
         self._tell(self._run_start, record)
 
     def on_batch_end(self, trainer: Any, batch: Any, outputs: Any, loss: Any) -> None:
-        """Tell all of one micro-batch."""
+        """Tell all listeners about one micro-batch."""
         self._tell(self._batch_end, trainer, batch, outputs, loss)
 
     def on_step(self, step: StepRecord) -> None:
-        """Tell all of one step, but those who act."""
+        """Tell all listeners except the acting ones about one step."""
         for listener, call in self._step:
             try:
                 call(step)
@@ -104,19 +104,19 @@ class Events(Listener):
                     raise
 
     def on_own_step(self, step: StepRecord) -> None:
-        """Tell those who act, before the next step begins: what the other ranks say of this one is not known yet."""
+        """Tell the acting listeners about a step before the next one begins; other ranks' data is not known yet."""
         self._tell(self._own_step, step)
 
     def on_epoch(self, epoch: EpochRecord) -> None:
-        """Tell all of one epoch."""
+        """Tell all listeners about one epoch."""
         self._tell(self._epoch, epoch)
 
     def on_checkpoint(self, path: str, step: int) -> None:
-        """Tell all of one checkpoint."""
+        """Tell all listeners about one checkpoint."""
         self._tell(self._checkpoint, path, step)
 
     def on_run_end(self, record: RunRecord) -> None:
-        """Tell all that the run is over; every listener hears it before the first error is raised."""
+        """Tell all listeners that the run is over, before raising the first error of any of them."""
         first: Exception | None = None
         for target in self._run_end:
             try:
@@ -135,7 +135,7 @@ class Events(Listener):
                     raise
 
     def _collect(self) -> None:
-        """Look up once which listeners override what: a step then costs one call for each that cares."""
+        """Find the overridden methods once, so that each event only calls the listeners that want it."""
         self._run_start = self._overriding("on_run_start")
         self._batch_end = self._overriding("on_batch_end")
         told = self._overriding("on_step")
@@ -155,7 +155,7 @@ class Events(Listener):
         )
 
     def _dropped(self, listener: Listener, error: Exception) -> bool:
-        """Drop a listener that only watches and has failed; False for one whose errors must be seen."""
+        """Drop a failed listener that only watches; return False for one whose errors must reach the loop."""
         if not getattr(listener, "must_not_break_training", False):
             return False
         if any(item is listener for item in self._listeners):

@@ -1,4 +1,4 @@
-"""Which experiment a run folder belongs to, for runs that nobody gave a name."""
+"""Which experiment a run folder belongs to, for runs without a name of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_BYTES = 2**16
 
 
 def write_experiment(folder: Path, experiment: Mapping[str, str]) -> None:
-    """Write down the experiment of a run.
+    """Record the experiment of a run.
 
     Raises:
         RunFolderError: The folder cannot be written.
@@ -22,7 +22,7 @@ def write_experiment(folder: Path, experiment: Mapping[str, str]) -> None:
 
 
 def read_experiment(folder: Path) -> dict[str, str] | None:
-    """The experiment of a run; None where nobody wrote it down."""
+    """Return the experiment of a run, or None if none was recorded."""
     try:
         with (folder / NAME).open(encoding="utf-8") as file:
             found = json.loads(file.read(_MOST_BYTES))

@@ -1,4 +1,4 @@
-"""When in backward each gradient was there: `gradients.json` of a run on one device, for predicting many."""
+"""When each gradient became ready in backward: `gradients.json` of a run on one device, used to predict many."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GradientTime:
 
     size_bytes: int
     shape: tuple[int, ...]
-    ready_s: float | None  # since the beginning of the step's last backward; None where it was not seen
+    ready_s: float | None  # from the start of the step's last backward; None if it was not seen
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class GradientTimes:
     """The gradients of a model, in the order of its parameters.
 
     Attributes:
-        steps: So many steps were looked at; times are their medians.
-        backward_s: How long the last backward of those steps took.
-        note: Why there are no times, or what is special about them.
+        steps: Number of steps measured; times are their medians.
+        backward_s: Duration of the last backward of those steps.
+        note: Why there are no times, or a remark about them.
     """
 
     gradients: tuple[GradientTime, ...]
@@ -43,7 +43,7 @@ class GradientTimes:
 
     @property
     def measured(self) -> bool:
-        """Whether every gradient was seen."""
+        """True if every gradient was seen."""
         return bool(self.gradients) and all(item.ready_s is not None for item in self.gradients)
 
     def save(self, folder: Path) -> None:
@@ -69,7 +69,7 @@ class GradientTimes:
 
     @classmethod
     def load(cls, folder: Path) -> GradientTimes | None:
-        """The gradients of a run; None where it recorded none.
+        """Return the gradients of a run, or None if it recorded none.
 
         Raises:
             RunFolderError: The file is damaged.

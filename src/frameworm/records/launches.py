@@ -1,4 +1,4 @@
-"""Which launch works on a run: so that workers which were started again find the folder that they began with."""
+"""Which launch works on a run, so that restarted workers find the folder they began with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from frameworm.records.atomic import write_atomic
 from frameworm.records.reading import read_text
 
 NAME = ".launch"
-# What a run leaves that was killed before it wrote its config: notes, and files that were to take another's place.
+# Files left by a run that was killed before it wrote its config: notes, and temporary files of atomic writes.
 _BEFORE_A_RUN = re.compile(r"\.launch|\.storage\.json|\..+\.tmp")
 
 
@@ -25,7 +25,7 @@ def write_launch(folder: Path, launch: str) -> None:
 
 
 def read_launch(folder: Path) -> str | None:
-    """The id of the launch that last worked on a run; None where nobody wrote it down."""
+    """Return the id of the last launch that worked on a run, or None if none was recorded."""
     try:
         return read_text(folder / NAME).strip() or None
     except (OSError, ValueError):
@@ -33,17 +33,17 @@ def read_launch(folder: Path) -> str | None:
 
 
 def begun_by(launch: str, folders: Iterable[Path]) -> Path | None:
-    """The folder that a launch has begun with, if any."""
+    """Return the folder that a launch began with, if any."""
     return next((folder for folder in folders if read_launch(folder) == launch), None)
 
 
 def is_before_a_run(name: str) -> bool:
-    """Whether a file of that name may be in a folder in which no run has begun yet."""
+    """True if a file of this name may exist in a folder in which no run has begun yet."""
     return _BEFORE_A_RUN.fullmatch(name) is not None
 
 
 def take_back(folder: Path) -> None:
-    """Remove the folder of a run that could not begin; one with anything else in it stays as it is."""
+    """Remove the folder of a run that could not begin; leave it if it contains anything else."""
     with contextlib.suppress(OSError):
         notes = list(folder.iterdir())
         if all(is_before_a_run(path.name) for path in notes):

@@ -1,6 +1,6 @@
-"""What a machine was found to be, and what came of judging it: the language between those who look and those who judge.
+"""Facts about a machine and the results of checking it: the types that inspection and checks share.
 
-None means that nobody could tell. Nothing here is ever guessed.
+None means unknown. Nothing here is ever guessed.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ Basis = Literal["measured", "modelled", "unknown"]
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """One GPU that torch can see; the management library tells the rest."""
+    """One GPU that torch can see; most fields come from NVML."""
 
     name: str
     memory_bytes: int | None = None
     capability: float | None = None  # compute capability, such as 9.0
-    used_bytes: int | None = None  # by all programs; doctor itself holds nothing
+    used_bytes: int | None = None  # by all programs; doctor itself uses none
     throttle_reasons: tuple[str, ...] | None = None
     temperature_c: float | None = None
     nvlinks: int | None = None  # links that are up
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     pcie_generation_max: int | None = None
-    local_cpus: frozenset[int] | None = None  # cores on its side of the machine
+    local_cpus: frozenset[int] | None = None  # cores of the same NUMA node
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,18 @@ class StorageFacts:
 
 @dataclass(frozen=True)
 class PortFacts:
-    """The port where processes would meet."""
+    """The port where processes rendezvous."""
 
     port: int
     free: bool | None = None
     error: str | None = None
-    own_address: bool | None = None  # whether MASTER_ADDR is this machine; None: not set
-    asked: bool = False  # named by a variable rather than by default
+    own_address: bool | None = None  # whether MASTER_ADDR is this machine; None if it is not set
+    asked: bool = False  # set by a variable, not the default
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """All that was found."""
+    """All facts that were found."""
 
     torch_version: str | None = None
     torch_cuda: str | None = None  # CUDA version that torch was built with
@@ -73,57 +73,57 @@ class MachineFacts:
     cpus_bound: frozenset[int] | None = None
     cpu_quota: float | None = None
     cpus_usable: int | None = None
-    quota_throttled_share: float | None = None  # of the periods in which the cgroup ran
+    quota_throttled_share: float | None = None  # fraction of the periods in which the cgroup ran
     governor: str | None = None
-    load: float | None = None  # programs that wanted a core, over the last minute
+    load: float | None = None  # mean number of runnable programs over the last minute
     torch_threads: int | None = None
     torch_interop_threads: int | None = None
     memory_bytes: int | None = None
     memory_available_bytes: int | None = None
     shared_memory_bytes: int | None = None
     shared_memory_free_bytes: int | None = None
-    open_files: tuple[int, int] | None = None  # soft and hard limit; -1 is no limit
-    locked_memory_bytes: int | None = None  # -1 is no limit
+    open_files: tuple[int, int] | None = None  # soft and hard limit; -1 means no limit
+    locked_memory_bytes: int | None = None  # -1 means no limit
     infiniband: tuple[str, ...] = ()
-    interfaces: tuple[str, ...] = ()  # that are up, loopback included
+    interfaces: tuple[str, ...] = ()  # interfaces that are up, including loopback
     host_resolves: bool | None = None
-    host_is_loopback: bool | None = None  # the host's own name leads to 127.x
+    host_is_loopback: bool | None = None  # the host name resolves to 127.x
     storage: StorageFacts | None = None
     port: PortFacts | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: sets become sorted lists."""
+        """Return JSON-ready data; sets become sorted lists."""
         return {name: _plain(value) for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)
 class Intent:
-    """What is going to run here, as far as it is known; the defaults: one process, nothing special."""
+    """What is about to run here, as far as it is known; the default is one process with nothing special."""
 
     processes: int = 1  # on this machine
     nodes: int = 1
-    on_gpu: bool | None = None  # None: whatever there is
+    on_gpu: bool | None = None  # None: use what is there
     compiles: bool = False
-    workers: int = 0  # loader processes of each process
+    workers: int = 0  # loader workers per process
     checkpoint_bytes: int | None = None
     keep: int = 1
 
     @property
     def world_size(self) -> int:
-        """Processes of all machines."""
+        """Number of processes on all machines."""
         return self.processes * self.nodes
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at.
+    """The result of checking one thing.
 
     Attributes:
         name: Unique among checks.
-        group: Under which heading it stands.
+        group: Heading under which it is shown.
         found: The value, in words.
         verdict: ok, advice, problem, or unknown.
-        remedy: What to do; empty when nothing is.
+        remedy: What to do; empty if nothing needs doing.
         why: Why it matters.
     """
 
@@ -135,19 +135,19 @@ class Check:
     why: str = ""
 
     def to_dict(self) -> dict[str, str]:
-        """For JSON."""
+        """Return JSON-ready data."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
-class Gain:
-    """What a change is expected to bring, and how that is known.
+class KnownGain:
+    """The expected gain of a change, and how it is known.
 
     Attributes:
-        text: In words, with what it was measured on.
+        text: In words, including what it was measured on.
         basis: measured, modelled, or unknown.
-        source: File or page of this repository that says so.
-        value: Times as fast, where it is one number.
+        source: File or page of this repository that documents it.
+        value: Speedup factor, if it is one number.
         low: Lower end.
         high: Upper end.
     """
@@ -162,14 +162,14 @@ class Gain:
 
 @dataclass(frozen=True)
 class ChecklistItem:
-    """One optimisation, held against a config.
+    """One optimisation, checked against a config.
 
     Attributes:
         name: Unique among items.
         state: done, not done, or does not apply.
         reason: Why it is in that state.
-        settings: What to set, as `--set` takes it.
-        gain: What that is expected to bring; None when there is nothing to gain.
+        settings: What to set, in the form `--set` accepts.
+        gain: Expected gain; None if there is nothing to gain.
         knob: The tuner's knob that tries it.
         finding: Code of the finding that shows its absence in a run.
     """
@@ -178,24 +178,24 @@ class ChecklistItem:
     state: State
     reason: str
     settings: tuple[str, ...] = ()
-    gain: Gain | None = None
+    gain: KnownGain | None = None
     knob: str | None = None
     finding: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return JSON-ready data."""
         return {**asdict(self), "settings": list(self.settings)}
 
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What the memory plan of a config says; None: nobody could plan it."""
+    """What the memory plan of a config says; None means it could not be planned."""
 
     parameters: int | None = None
     parameter_bytes: int | None = None
     checkpoint_bytes: int | None = None
     total_bytes: int | None = None
-    memory_bytes: int | None = None  # that training may use
+    memory_bytes: int | None = None  # available for training
     fits: bool | None = None
     largest: dict[str, int] = field(default_factory=dict)  # micro-batch by checkpointing mode
     ddp_fits: bool | None = None

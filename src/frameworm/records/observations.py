@@ -1,4 +1,4 @@
-"""What is seen beside the steps: buckets on the wire, ranks beside each other, and the machine."""
+"""What is observed besides the steps: buckets on the wire, ranks side by side, and the machine."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """FLOPs of forward and backward by what a batch holds, padding left out.
+    """FLOPs of forward and backward as a function of what a batch contains, without padding.
 
     Attributes:
-        per_sample: Where nobody knows tokens.
-        per_token: Of everything that grows with the tokens; None: tokens are not known.
-        per_squared_token: Of attention. A step with `t` tokens in `n` samples has `t * t / n` squared tokens.
+        per_sample: Used when token counts are unknown.
+        per_token: For everything that scales with tokens; None if token counts are unknown.
+        per_squared_token: For attention. A step with `t` tokens in `n` samples has `t * t / n` squared tokens.
     """
 
     per_sample: float
@@ -34,7 +34,7 @@ class ModelFlops:
     per_squared_token: float | None = None
 
     def of(self, samples: float, tokens: float | None, squared_tokens: float | None) -> float:
-        """FLOPs of steps that hold so much together."""
+        """Return the FLOPs of steps with these totals."""
         if self.per_token is None or tokens is None:
             return self.per_sample * samples
         return self.per_token * tokens + (self.per_squared_token or 0.0) * (squared_tokens or 0.0)
@@ -49,21 +49,21 @@ class MatrixProduct:
     inner: int
     columns: int
     precision: str
-    share: float  # of the model's FLOPs
+    share: float  # fraction of the model's FLOPs
 
 
 @dataclass(slots=True)
 class Framework:
-    """Whose training loop a script runs, so that remedies can be said in its terms.
+    """The library whose training loop a script uses, so that remedies can use its terms.
 
     Attributes:
-        name: Package of the loop: transformers, trl, lightning, fabric, accelerate, another one, or torch for a loop
-            that the script writes itself.
-        version: Of that package.
-        loop: Class whose method runs the loop; None where it is the script's own.
+        name: Package of the loop: transformers, trl, lightning, fabric, accelerate or another, or torch if the script
+            has its own loop.
+        version: Version of that package.
+        loop: Class whose method runs the loop; None if it is the script's own.
         arguments: Class that takes the loop's options.
-        options: Those of its options in the installed version that a remedy may name, with the values they have.
-        unfused_optimizer: Class of the optimizer where torch has a fused one of it that the script does not use.
+        options: Options of the installed version that a remedy may name, with their values.
+        unfused_optimizer: Class of the optimizer, if torch has a fused version that the script does not use.
     """
 
     name: str
@@ -81,12 +81,12 @@ class Flops:
     Attributes:
         per_step: FLOPs of a step.
         per_s: FLOP/s over the measured steps.
-        attention_share: Part of it in attention kernels.
-        precision: What most of it is computed in: fp32, tf32, bf16 or fp16.
-        peak_per_s: Dense peak of all devices in that precision; None: not known.
-        achievable_per_s: What these devices reach in the model's own matrix products; None: not measured.
+        attention_share: Fraction of the FLOPs in attention kernels.
+        precision: Precision of most of it: fp32, tf32, bf16 or fp16.
+        peak_per_s: Dense peak of all devices in that precision; None if unknown.
+        achievable_per_s: Rate that these devices reach in the model's own matrix products; None if not measured.
         products: The largest matrix products of the model.
-        model: What other steps are counted by.
+        model: Used to compute the FLOPs of other steps.
     """
 
     per_step: float
@@ -100,29 +100,29 @@ class Flops:
 
     @property
     def mfu(self) -> float | None:
-        """Share of the peak that the model's arithmetic reaches."""
+        """Model FLOPs utilisation: the fraction of the peak that `per_s` reaches."""
         return self.per_s / self.peak_per_s if self.per_s and self.peak_per_s else None
 
 
 @dataclass(slots=True)
 class Ceiling:
-    """What a part of the step can gain at most."""
+    """The most that improving one part of the step can gain."""
 
     part: str  # as in `Roofline.shares`
-    share: float  # of the step that could vanish
-    speedup: float  # if all of it did
-    knobs: list[str] = field(default_factory=list)  # settings that work on this part; none: only the script can
+    share: float  # fraction of the step that could vanish
+    speedup: float  # speedup if all of it did
+    knobs: list[str] = field(default_factory=list)  # settings that affect this part; if none, only the script can
 
 
 @dataclass(slots=True)
 class Roofline:
-    """Where the step goes on the busiest GPU of a trace; see `diagnose.roofline`.
+    """Where the step time goes on the busiest GPU of a trace; see `diagnose.roofline`.
 
     Attributes:
-        shares: Of the traced time: matrix_products, attention, other_kernels, communication, transfer, data_wait,
-            synchronisation, launch_gaps. They add up to 1.
-        products_of_peak: How near the matrix products run to the achievable rate, or the peak where that is unknown.
-        ceilings: What each part can gain at most, the largest first.
+        shares: Fractions of the traced time: matrix_products, attention, other_kernels, communication, transfer,
+            data_wait, synchronisation, launch_gaps. They add up to 1.
+        products_of_peak: How close matrix products come to the achievable rate, or to the peak if that is unknown.
+        ceilings: The most that each part can gain, largest first.
     """
 
     shares: dict[str, float]
@@ -132,31 +132,31 @@ class Roofline:
 
 @dataclass(slots=True)
 class Bucket:
-    """One gradient bucket of DDP in the mean step; times from the beginning of the backward that sends it."""
+    """One gradient bucket of DDP in the mean step; times are from the start of the backward that sends it."""
 
     bytes: int
-    ready_s: float  # all its gradients are there on this rank
-    start_s: float  # all ranks have brought theirs, as far as can be told; ready_s where it cannot
+    ready_s: float  # all its gradients are ready on this rank
+    start_s: float  # all ranks have contributed, as far as is known; otherwise ready_s
     end_s: float
     parameters: int | None = None
 
 
 @dataclass(slots=True)
 class Compression:
-    """What was done to gradients before they were sent."""
+    """How gradients were compressed before they were sent."""
 
-    method: str  # the one in use at the end; off where auto found none that helps
+    method: str  # the one in use at the end; off if auto found none that helps
     chosen_by: str  # user or auto
-    bytes_per_step: int | None = None  # of gradients, what one rank hands to the network
-    plain_bytes_per_step: int | None = None  # what it would have been without
-    candidates: list[CompressionCandidate] = field(default_factory=list)  # what auto weighed
-    bandwidth_gbps: float | None = None  # of the network between the ranks, as auto saw it
+    bytes_per_step: int | None = None  # gradient bytes that one rank hands to the network
+    plain_bytes_per_step: int | None = None  # the same without compression
+    candidates: list[CompressionCandidate] = field(default_factory=list)  # what auto considered
+    bandwidth_gbps: float | None = None  # of the network between the ranks, as auto measured it
     latency_us: float | None = None
 
 
 @dataclass(slots=True)
 class CompressionCandidate:
-    """A method auto weighed: the time of a step with it, as expected and as measured."""
+    """A method that auto considered: the step time expected and measured with it."""
 
     method: str
     expected_s: float | None = None
@@ -177,40 +177,40 @@ class RankSummary:
 
 @dataclass(slots=True)
 class Target:
-    """One of the targets of `observe.targets`, and how the run did."""
+    """One of the targets in `observe.targets`, and how the run did."""
 
     name: str  # key of observe.targets
     label: str
     goal: str  # in words: "> 85%"
     limit: float | None
     value: float | None
-    unit: str  # %: a share from 0 to 1, s: seconds, /s: per second
-    grade: str  # met, missed, or unknown where nobody measured
+    unit: str  # %: a fraction from 0 to 1, s: seconds, /s: per second
+    grade: str  # met, missed, or unknown if it was not measured
 
 
 @dataclass(slots=True)
 class SystemSample:
-    """The machine at one moment, as one process sees it. What has no source here is None."""
+    """The machine at one moment, as one process sees it. None means not available here."""
 
-    time: float  # seconds since the epoch of the clock
-    gpu_busy: float | None = None  # share of the last interval in which a kernel ran, 0 to 1
+    time: float  # Unix time in seconds
+    gpu_busy: float | None = None  # fraction of the last interval in which a kernel ran, 0 to 1
     gpu_memory_bytes: int | None = None
     gpu_memory_total_bytes: int | None = None
     gpu_clock_mhz: float | None = None
     gpu_clock_max_mhz: float | None = None
     gpu_power_w: float | None = None
-    gpu_energy_j: float | None = None  # since the sampler began
+    gpu_energy_j: float | None = None  # since the sampler started
     gpu_temperature_c: float | None = None
     throttle_reasons: list[str] = field(default_factory=list)
-    cpu_cores: list[float] = field(default_factory=list)  # share busy per usable core, 0 to 1
-    cpu_process: float | None = None  # cores this process and its children kept busy
-    io_wait: float | None = None  # share of the cores' time spent waiting for disks
-    cpu_waiting: float | None = None  # share of the time a thread of this process was ready and had no core
-    cpu_stolen: float | None = None  # share of the cores' working time that the hypervisor gave to other machines
-    host_memory: float | None = None  # share of the machine's memory in use, or of what its cgroup grants
+    cpu_cores: list[float] = field(default_factory=list)  # busy fraction per usable core, 0 to 1
+    cpu_process: float | None = None  # number of cores that this process and its children kept busy
+    io_wait: float | None = None  # fraction of the cores' time spent waiting for disks
+    cpu_waiting: float | None = None  # fraction of the time a thread of this process was ready but had no core
+    cpu_stolen: float | None = None  # fraction of the cores' busy time that the hypervisor gave to other machines
+    host_memory: float | None = None  # fraction of the machine's memory in use, or of its cgroup's limit
     rss_bytes: int | None = None  # this process and its children
     threads: int | None = None
-    disk_read_bytes: int | None = None  # since the sampler began
+    disk_read_bytes: int | None = None  # since the sampler started
     disk_write_bytes: int | None = None
     network_sent_bytes: int | None = None
     network_received_bytes: int | None = None
@@ -218,7 +218,7 @@ class SystemSample:
 
 @dataclass(slots=True)
 class SystemSummary:
-    """The machine over the run; of each figure its spread, or None."""
+    """The machine over the whole run: the spread of each metric, or None."""
 
     samples: int = 0
     interval_s: float | None = None
@@ -227,8 +227,8 @@ class SystemSummary:
     gpu_memory_total_bytes: int | None = None
     gpu_power_w: Statistics | None = None
     gpu_energy_j: float | None = None
-    gpu_clock_share: Statistics | None = None  # of the highest clock
-    throttled_share: float | None = None  # of the samples
+    gpu_clock_share: Statistics | None = None  # fraction of the highest clock
+    throttled_share: float | None = None  # fraction of the samples
     throttle_reasons: list[str] = field(default_factory=list)
     cpu_busy: Statistics | None = None  # over all usable cores
     cpu_busiest_core: Statistics | None = None
@@ -236,7 +236,7 @@ class SystemSummary:
     io_wait: Statistics | None = None
     cpu_waiting: Statistics | None = None
     cpu_stolen: Statistics | None = None
-    host_memory: Statistics | None = None  # share of the machine's memory in use
+    host_memory: Statistics | None = None  # fraction of the machine's memory in use
     rss_bytes: Statistics | None = None
     rss_growth_bytes_per_s: float | None = None
     gpu_memory_growth_bytes_per_s: float | None = None
@@ -249,20 +249,20 @@ class SystemSummary:
 
 @dataclass(slots=True)
 class Place:
-    """A place of a script at which it was seen in no phase."""
+    """A place in a script where it was sampled outside all phases."""
 
     file: str
     line: int
     function: str
     work: str  # writing, computing, preparing (a batch), waiting, library
     samples: int
-    share: float | None = None  # of the step
+    share: float | None = None  # fraction of the step
 
 
 @dataclass(slots=True)
 class OtherTime:
-    """What a script did in the time that is in no phase, by samples of its main thread on rank 0."""
+    """What a script did outside all phases, by samples of its main thread on rank 0."""
 
     samples: int = 0
     work: dict[str, int] = field(default_factory=dict)  # samples by kind of work
-    places: list[Place] = field(default_factory=list)  # the few with most of them
+    places: list[Place] = field(default_factory=list)  # the few places with the most samples

@@ -1,4 +1,4 @@
-"""Which steps stand out, found as they come and in bounded memory."""
+"""Finds steps that stand out, as they arrive and in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ MOST_KEPT = 10
 RECENT_STEPS = 256
 JUDGE_EVERY = 64
 FEWEST_STEPS = 16
-# In spreads of a normal distribution: 1.4826 median deviations make one.
+# In standard deviations, estimated as 1.4826 times the median absolute deviation.
 DISTANCE = 6.0
-# Steps that all take the same time to the microsecond would make each hiccup an outlier.
+# Relative to the median: without it, any hiccup among nearly identical steps would be an outlier.
 SMALLEST_EXCESS = 0.2
 
 _TO_STD = 1.4826
 
 
 class SlowSteps:
-    """Keeps the slowest of the steps that lie far above the median of their neighbours, time to validate left out.
+    """Keeps the slowest steps that lie far above the median of their neighbours; validation time is not counted.
 
     Args:
         limit: Most steps to keep.
-        distance: How far above the median, in robust standard deviations, a step must lie.
+        distance: How far above the median a step must lie, in robust standard deviations.
     """
 
     def __init__(self, limit: int = MOST_KEPT, distance: float = DISTANCE) -> None:
@@ -33,14 +33,14 @@ class SlowSteps:
         self._limit = limit
         self._distance = distance
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._unjudged: list[StepRecord] = []  # the first ones, before there are neighbours to compare with
+        self._unjudged: list[StepRecord] = []  # the first steps, until there are enough neighbours to compare with
         self._threshold_s: float | None = None
         self._since = 0
         self._order = itertools.count()
         self._kept: list[tuple[float, int, StepRecord]] = []  # a heap, the fastest first
 
     def add(self, step: StepRecord) -> None:
-        """Take one step in; cheap enough for every step."""
+        """Add one step; cheap enough for every step."""
         step_s = _training_s(step)
         self._recent.append(step_s)
         if self._threshold_s is None:
@@ -55,7 +55,7 @@ class SlowSteps:
             self._judge()
 
     def steps(self) -> list[StepRecord]:
-        """The steps that stood out, slowest first; none while there are too few steps to tell."""
+        """Return the outliers, slowest first; empty while there are too few steps to tell."""
         return [step for _, _, step in sorted(self._kept, reverse=True)]
 
     def _judge(self) -> None:

@@ -1,7 +1,7 @@
-"""Stored files, read within bounds: a file may come from anywhere, and must neither hang nor exhaust whoever reads it.
+"""Reads stored files within limits: a file may come from anywhere, and must neither hang nor exhaust its reader.
 
-All files that frameworm has written are read here. What is no plain file (a pipe, a device) is refused without waiting
-for it, and so is one that is larger or nested more deeply than any that frameworm writes.
+All files that frameworm has written are read here. Anything but a plain file (a pipe, a device) is refused without
+waiting for it, as is a file that is larger or nested more deeply than any that frameworm writes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _BLOCK_BYTES = 2**16
 _FEWEST_BLOCKS = 64
 _SMALLEST_BLOCK_BYTES = 2**11
 _DEEPEST = 100
-_MOST_DIGITS = 40  # more than any count has, and few enough to become a float
+_MOST_DIGITS = 40  # more than any count has, yet few enough to convert to a float
 
 
 def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a plain file for reading; links to one are followed.
+    """Open a plain file for reading; links are followed.
 
     Raises:
-        OSError: There is none, or it is a pipe, a device or a folder.
+        OSError: The file does not exist, or is a pipe, a device or a folder.
     """
-    # A pipe without a writer would be waited for.
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -42,10 +42,10 @@ def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
-    """The content of a plain file.
+    """Return the content of a plain file.
 
     Raises:
-        OSError: It cannot be read, or is too large.
+        OSError: The file cannot be read, or is too large.
     """
     with open_plain(path) as file:
         content = file.read(most_bytes + 1)
@@ -55,20 +55,20 @@ def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> by
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
-    """The text of a plain file.
+    """Return the text of a plain file.
 
     Raises:
-        OSError: It cannot be read, or is too large.
-        ValueError: It is not UTF-8.
+        OSError: The file cannot be read, or is too large.
+        ValueError: The content is not UTF-8.
     """
     return read_bytes(path, most_bytes).decode("utf-8")
 
 
 def read_tail(path: str | os.PathLike[str], most_bytes: int) -> str:
-    """The last few bytes of a log as text.
+    """Return the last few bytes of a log as text.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     with open_plain(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
@@ -76,20 +76,20 @@ def read_tail(path: str | os.PathLike[str], most_bytes: int) -> str:
 
 
 def read_json(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
-    """What a JSON file holds.
+    """Return the content of a JSON file.
 
     Raises:
-        OSError: It cannot be read, or is too large.
-        ValueError: It is no JSON, or nested too deeply.
+        OSError: The file cannot be read, or is too large.
+        ValueError: It is not JSON, or is nested too deeply.
     """
     return parse_json(read_text(path, most_bytes))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON text holds.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: It is no JSON, nested too deeply, or holds a number of too many digits.
+        ValueError: It is not JSON, is nested too deeply, or contains a number with too many digits.
     """
     value = parse_line(text)
     layer = [value]
@@ -102,10 +102,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_line(text: str | bytes) -> Any:
-    """What a line of a JSON lines file holds, at the cost of parsing it and no more.
+    """Parse a line of a JSON lines file without the depth check of `parse_json`.
 
     Raises:
-        ValueError: It is no JSON, nested too deeply, or holds a number of too many digits.
+        ValueError: It is not JSON, is nested too deeply for the parser, or contains a number with too many digits.
     """
     try:
         return _decoder.decode(text if isinstance(text, str) else text.decode("utf-8"))
@@ -114,10 +114,10 @@ def parse_line(text: str | bytes) -> Any:
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
-    """The lines of a plain file, one at a time. One that is too long comes in pieces, none of which is JSON.
+    """Yield the lines of a plain file. A line that is too long comes in pieces, none of which is valid JSON.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     with open_plain(path) as file:
         while line := file.readline(_MOST_LINE_BYTES):
@@ -125,10 +125,10 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
 
 
 def blocks(size: int, most_bytes: int) -> list[tuple[int, int]]:
-    """Where to read a file of which only so many bytes are read: begin and end of blocks that are spread evenly.
+    """Choose which parts of a file of `size` bytes to read: begin and end of evenly spread blocks.
 
-    The file is cut into equal parts, and of each part one block is read, at a place drawn by lot that is the same each
-    time. So every line is as likely to be read as any other, whatever comes at regular intervals.
+    The file is divided into equal parts, and one block is read at a random place in each, the same one every time. So
+    every line is equally likely to be read, even if something recurs at regular intervals.
     """
     if size <= most_bytes:
         return [(0, size)]
@@ -140,10 +140,10 @@ def blocks(size: int, most_bytes: int) -> list[tuple[int, int]]:
 
 
 def sample_lines(path: str | os.PathLike[str], most_bytes: int) -> Iterator[bytes]:
-    """The lines that begin in the `blocks` of a plain file, in their order.
+    """Yield the lines that begin in the `blocks` of a plain file, in order.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     with open_plain(path) as file:
         for begin, end in blocks(os.fstat(file.fileno()).st_size, most_bytes):

@@ -1,4 +1,4 @@
-"""The machine over time: its samples on disk, and as curves bounded in length."""
+"""Samples of the machine over time: on disk, and as curves of bounded length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from frameworm.records.schema import json_ready
 SERIES_LIMIT = 1_000
 
 _FIELDS = tuple(item.name for item in dataclasses.fields(SystemSample))
-# Counters that only ever rise: of several samples the last one tells.
+# Counters that only ever rise: when samples are merged, the last value counts.
 _COUNTERS = frozenset(
     {
         "time",
@@ -31,13 +31,13 @@ _WHOLE = frozenset(item.name for item in dataclasses.fields(SystemSample) if str
 
 
 def sample_line(sample: SystemSample) -> str:
-    """One sample as one line of JSON; rounded to what the sources can tell."""
+    """Encode one sample as a line of JSON, rounded to the precision of the sources."""
     data = {name: _short(getattr(sample, name)) for name in _FIELDS}
     return json.dumps(json_ready(data), allow_nan=False, separators=(",", ":"))
 
 
 def read_samples(path: str | os.PathLike[str]) -> Iterator[SystemSample]:
-    """The readable samples of a file, one at a time; broken lines, as crashes leave them, are passed over.
+    """Yield the readable samples of a file; broken lines, as crashes leave them, are skipped.
 
     Raises:
         RunFolderError: The file cannot be read.
@@ -52,7 +52,7 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[SystemSample]:
 
 
 class SampleSeries:
-    """Samples over a run, never more than `limit` of them, each the mean of equally many."""
+    """The samples of a run as at most `limit` points, each the mean of equally many samples."""
 
     def __init__(self, limit: int = SERIES_LIMIT) -> None:
         assert limit >= 3, "a curve needs points"
@@ -62,24 +62,24 @@ class SampleSeries:
         self._filling: list[SystemSample] = []
 
     def add(self, sample: SystemSample) -> None:
-        """Take one sample in."""
+        """Add one sample."""
         self._filling.append(sample)
         if len(self._filling) < self._stride:
             return
         if len(self._full) == self._limit:
             self._full = [mean_sample(self._full[index : index + 2]) for index in range(0, self._limit, 2)]
             self._stride *= 2
-            return  # what is being filled is half of the first wider one
+            return  # the samples being collected become the first half of the next, wider point
         self._full.append(mean_sample(self._filling))
         self._filling = []
 
     def points(self) -> list[SystemSample]:
-        """The samples so far, in order of time."""
+        """Return the samples so far, in order of time."""
         return [*self._full, mean_sample(self._filling)] if self._filling else list(self._full)
 
 
 def mean_sample(samples: list[SystemSample]) -> SystemSample:
-    """Several neighbouring samples as one: means, the last of each counter, all throttle reasons."""
+    """Merge neighbouring samples: means, the last value of each counter, all throttle reasons."""
     if len(samples) == 1:
         return samples[0]
     values: dict[str, Any] = {}
@@ -105,7 +105,7 @@ def _short(value: Any) -> Any:
 
 
 def parse_sample(line: bytes) -> SystemSample | None:
-    """The sample that a line holds, or None if it holds none."""
+    """Parse one line; None if it is not a sample."""
     try:
         data = parse_line(line)
         sample = SystemSample(**{name: data[name] for name in _FIELDS if name in data})

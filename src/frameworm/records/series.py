@@ -1,4 +1,4 @@
-"""Curves over the steps of a run, bounded in length however long the run."""
+"""Curves over the steps of a run, of bounded length however long the run is."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class SeriesPoint(NamedTuple):
 
 
 class Series:
-    """A curve over the steps that never holds more than `limit` points, each the mean of equally many steps."""
+    """A curve over the steps with at most `limit` points, each the mean of equally many steps."""
 
     __slots__ = ("_bins", "_epoch", "_limit", "_loss", "_losses", "_seconds", "_step", "_steps", "_stride")
 
     def __init__(self, limit: int = SERIES_LIMIT) -> None:
         assert limit >= 3, "a curve needs points"
-        # Full bins come in pairs that can be joined; one place is kept for the bin being filled.
+        # Full bins are joined in pairs, so their number is even; one place is reserved for the bin being filled.
         self._limit = (limit - 1) // 2 * 2
         self._stride = 1
         self._bins: list[_Bin] = []
@@ -35,7 +35,7 @@ class Series:
         self._loss = self._seconds = 0.0
 
     def add(self, step: StepRecord) -> None:
-        """Take one step in."""
+        """Add one step."""
         loss = step.loss
         if loss is not None and math.isfinite(loss):
             self._loss += loss
@@ -50,14 +50,14 @@ class Series:
         self._losses = self._steps = 0
         self._loss = self._seconds = 0.0
         if len(self._bins) > self._limit:
-            # The bin just added begins the first of the wider ones.
+            # The bin just added becomes the start of the first wider one.
             first = self._bins.pop()
             self._step, self._epoch, self._loss, self._losses, self._seconds, self._steps = first
             self._bins = [_joined(left, right) for left, right in zip(self._bins[::2], self._bins[1::2])]
             self._stride *= 2
 
     def points(self) -> list[SeriesPoint]:
-        """The curve so far, up to the last step."""
+        """Return the curve so far, up to the last step."""
         bins = [*self._bins, self._bin()] if self._steps else self._bins
         return [
             SeriesPoint(step, epoch, loss / losses if losses else None, seconds / steps, steps)

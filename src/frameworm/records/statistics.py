@@ -1,4 +1,4 @@
-"""Numbers of a run from its steps: exact where that is cheap, bounded in memory for any number of steps."""
+"""Metrics of a run from its steps: exact where that is cheap, and in bounded memory for any number of steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SMALLEST_S = 1e-9
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value below which `share` (0 to 1) of sorted values lie, by linear interpolation between neighbours."""
+    """Return the value below which a fraction `share` of sorted values lies, by linear interpolation."""
     position = share * (len(ordered) - 1)
     low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
@@ -31,9 +31,9 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def statistics(values: Iterable[float]) -> Statistics | None:
-    """Spread of the finite values, or None if there are none.
+    """Compute the spread of the finite values; None if there are none.
 
-    `std` is the population's: the values are all there are, not a sample of more. Percentiles interpolate linearly.
+    `std` is the population's, because these are all the values. Percentiles interpolate linearly.
     """
     ordered = sorted(value for value in values if math.isfinite(value))
     if not ordered:
@@ -53,7 +53,7 @@ def statistics(values: Iterable[float]) -> Statistics | None:
 class Spread:
     """Statistics of a stream of positive numbers in bounded memory.
 
-    Mean, std, min and max cover every value. Percentiles are exact up to `exact_limit` values; beyond that values are
+    Mean, std, min and max cover every value. Percentiles are exact up to `exact_limit` values; beyond that, values are
     counted in buckets that grow by about 1%, so that a percentile is within 0.5% of the exact one.
     """
 
@@ -66,12 +66,12 @@ class Spread:
         self._exact: array[float] | None = array("d")
         self._buckets: dict[int, int] = {}
         self._mean = 0.0
-        self._squares = 0.0  # sum of squared distances from the mean, kept up by Welford's rule
+        self._squares = 0.0  # sum of squared distances from the mean, by Welford's algorithm
         self._min = math.inf
         self._max = -math.inf
 
     def add(self, value: float) -> None:
-        """Take one value in; one that is not finite is left out."""
+        """Add one value; a non-finite value is ignored."""
         if not math.isfinite(value):
             return
         self.count += 1
@@ -87,7 +87,7 @@ class Spread:
         self._count(value, self.count)
 
     def _count(self, value: float, number: int) -> None:
-        """Take in value number `number` of those that are not kept."""
+        """Count value number `number` in the buckets."""
         distance = value - self._mean
         self._mean += distance / number
         self._squares += distance * (value - self._mean)
@@ -99,7 +99,7 @@ class Spread:
         self._buckets[index] = self._buckets.get(index, 0) + 1
 
     def statistics(self) -> Statistics | None:
-        """The statistics so far, or None before the first value."""
+        """Return the statistics so far; None before the first value."""
         if self.count == 0:
             return None
         if self._exact is not None:
@@ -121,7 +121,7 @@ class Spread:
         return first + (second - first) * (position - low)
 
     def _at(self, rank: int) -> float:
-        """The value at a rank of the sorted stream, to within the relative error."""
+        """The value at a rank of the sorted values, within the relative error."""
         seen = 0
         for index in sorted(self._buckets):
             seen += self._buckets[index]
@@ -136,10 +136,10 @@ class _Totals:
     """Sums over the measured steps."""
 
     spread: Spread
-    training_s: float = 0.0  # validation is part of a step's time, but not of the speed of training
+    training_s: float = 0.0  # validation is part of the step time, but not of the training speed
     samples: int = 0
     tokens: int = 0
-    squared_tokens: float = 0.0  # over samples: what attention grows with
+    squared_tokens: float = 0.0  # sum of tokens squared over samples: attention scales with it
     tokens_step_s: float = 0.0
     padded_tokens: int = 0
     tokens_where_padded: int = 0
@@ -182,17 +182,17 @@ class _Totals:
 
 
 class StepAggregate:
-    """Sums up the steps of one rank as they come, in bounded memory.
+    """Adds up the steps of one rank as they arrive, in bounded memory.
 
-    The first `warmup` steps are left out of all figures, but never more than half of the steps there are, so that a
-    short run has figures too. Sums cover every other step; percentiles are those of `Spread`; `series` covers all
-    steps including the warm-up.
+    The first `warmup` steps are excluded from all metrics, but never more than half of the steps, so that a short run
+    has metrics too. Sums cover every other step; percentiles are those of `Spread`; `series` covers all steps including
+    the warm-up.
 
     Args:
-        warmup: Steps at the start to leave out.
+        warmup: Steps to exclude at the start.
         exact_limit: Number of steps up to which percentiles are exact.
-        series_limit: Most points `series` may have.
-        slow_limit: Most steps that stand out to keep.
+        series_limit: Most points of `series`.
+        slow_limit: Most outliers to keep.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class StepAggregate:
         self._slow = SlowSteps(slow_limit)
 
     def add(self, step: StepRecord) -> None:
-        """Take one step in; cheap enough for every step."""
+        """Add one step; cheap enough for every step."""
         self.steps += 1
         self._series.add(step)
         if self.steps > self._warmup:
@@ -223,7 +223,7 @@ class StepAggregate:
         if self._head is None:
             self._totals.add(step)
             return
-        # Until twice the warm-up has been seen, how much of it to leave out is open.
+        # Until there are twice as many steps as the warm-up, it is not known how many to exclude.
         self._head.append(step)
         if len(self._head) >= 2 * self._warmup:
             self._totals = self._measured()
@@ -231,32 +231,32 @@ class StepAggregate:
 
     @property
     def measured_steps(self) -> int:
-        """Steps the figures are made of."""
+        """Number of steps behind the metrics."""
         return self._measured().spread.count
 
     @property
     def measured_s(self) -> float:
-        """Time of these steps."""
+        """Total time of the measured steps."""
         return self._measured().spread.total
 
     @property
     def measured_samples(self) -> int:
-        """Samples of these steps on this rank, to be summed over ranks that hold unequal shares."""
+        """Samples of the measured steps on this rank, to be summed over ranks with unequal shards."""
         return self._measured().samples
 
     @property
     def measured_tokens(self) -> int | None:
-        """Tokens of these steps on this rank, or None if no step knew."""
+        """Tokens of the measured steps on this rank; None if no step knows them."""
         totals = self._measured()
         return totals.tokens if totals.tokens_step_s > 0 else None
 
     @property
     def measured_training_s(self) -> float:
-        """Time of these steps without validation."""
+        """Total time of the measured steps without validation."""
         return self._measured().training_s
 
     def measured_flops(self, model: ModelFlops) -> float:
-        """FLOPs of these steps on this rank."""
+        """FLOPs of the measured steps on this rank."""
         totals = self._measured()
         known = totals.tokens_step_s > 0
         return model.of(totals.samples, totals.tokens if known else None, totals.squared_tokens if known else None)
@@ -264,11 +264,11 @@ class StepAggregate:
     def throughput(
         self, world_size: int = 1, world_samples: int | None = None, world_tokens: int | None = None
     ) -> Throughput:
-        """Speed of the whole run, from the steps of this rank; time spent validating does not count.
+        """Return the speed of the whole run, from this rank's steps; validation time does not count.
 
         Args:
-            world_size: What this rank's samples and tokens are multiplied with.
-            world_samples: `measured_samples` summed over the ranks, where these hold unequal shares.
+            world_size: Factor for this rank's samples and tokens.
+            world_samples: `measured_samples` summed over the ranks, if their shards are unequal.
             world_tokens: `measured_tokens` summed over the ranks, likewise.
         """
         totals = self._measured()
@@ -282,10 +282,10 @@ class StepAggregate:
         )
 
     def phases(self) -> dict[str, Phase]:
-        """Mean time and share of each phase seen; with `other` they add up to the mean step.
+        """Return mean time and fraction of each phase seen; with `other` they add up to the mean step.
 
-        Phases are parts of a step that do not overlap. Should the clocks that timed them add up to more than the step,
-        `other` is zero and the excess stays visible. Steps without phases count as divided like the others.
+        Phases are parts of a step that do not overlap. If their clocks add up to more than the step, `other` is zero
+        and the excess stays visible. Steps without phases are assumed to divide like the others.
         """
         totals = self._measured()
         if totals.phased_step_s <= 0:
@@ -297,7 +297,7 @@ class StepAggregate:
         return {name: Phase(mean_s=seen[name] * mean_step_s, share=seen[name]) for name in order}
 
     def communication_s(self) -> float | None:
-        """Mean time gradients were on their way, over the steps that know it."""
+        """Mean time gradients were in flight, over the steps that know it."""
         totals = self._measured()
         return totals.communication_s / totals.communication_steps if totals.communication_steps else None
 
@@ -307,7 +307,7 @@ class StepAggregate:
         return totals.rank_wait_s / totals.rank_wait_steps if totals.rank_wait_steps else None
 
     def padding_waste(self) -> float | None:
-        """Share of the computed tokens that were padding, or None if unknown."""
+        """Fraction of the computed tokens that were padding; None if unknown."""
         totals = self._measured()
         return 1 - totals.tokens_where_padded / totals.padded_tokens if totals.padded_tokens > 0 else None
 
@@ -316,7 +316,7 @@ class StepAggregate:
         return self._series.points()
 
     def slow_steps(self) -> list[StepRecord]:
-        """The steps that took far longer than their neighbours, slowest first; the warm-up is left out."""
+        """The steps that took far longer than their neighbours, slowest first, without the warm-up."""
         return self._slow.steps()
 
     def _measured(self) -> _Totals:
@@ -330,7 +330,7 @@ class StepAggregate:
 
 @dataclass(slots=True)
 class StepSummary:
-    """Figures of a sequence of steps."""
+    """Metrics of a sequence of steps."""
 
     throughput: Throughput
     phases: dict[str, Phase]
@@ -338,7 +338,7 @@ class StepSummary:
 
 
 def summarise_steps(steps: Sequence[StepRecord], warmup: int = DEFAULT_WARMUP, world_size: int = 1) -> StepSummary:
-    """Figures of steps that are all at hand, with exact percentiles; the rules are those of `StepAggregate`."""
+    """Summarise a list of steps by the rules of `StepAggregate`, with exact percentiles."""
     aggregate = StepAggregate(warmup, exact_limit=len(steps))
     for step in steps:
         aggregate.add(step)

@@ -1,4 +1,4 @@
-"""The folder a run leaves behind: one property per file, written so that a crash never leaves half a file."""
+"""The folder of a run: one property per file, written so that a crash never leaves half a file."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ _WRITTEN_NAME = re.compile(
     r"loggers\.json|metrics\.csv|train\.log|(steps|system|trace)-.*"
 )
 _FOLDER_MODE = 0o755
-# What half a second or so can read of all the steps of a run; of what is more, a sample is read.
+# What can be read in about half a second from all steps files of a run; larger files are sampled.
 SAMPLE_BYTES = 8 * 2**20
-_FEWEST_BYTES = 2**15  # of one rank
+_FEWEST_BYTES = 2**15  # per rank
 
 
 class RunFolder:
     """The files of one run.
 
     Args:
-        path: The folder; it is neither made nor checked here, see `create` and `open`.
-        read: Reads the text of a file of at most so many bytes; a caller that must not leave a folder gives its own.
+        path: The folder; it is neither created nor checked here, see `create` and `open`.
+        read: Reads the text of a file of at most the given size; for callers that must not follow links out of a
+            folder.
     """
 
     def __init__(self, path: str | os.PathLike[str], read: Callable[[Path, int], str] = read_text) -> None:
@@ -60,15 +61,15 @@ class RunFolder:
 
     @classmethod
     def create(cls, out: Path | None, name: str, root: Path = Path("runs")) -> RunFolder:
-        """Make the folder of a new run. Nothing that exists is ever written over.
+        """Create the folder of a new run. Nothing that exists is ever overwritten.
 
         Args:
             out: The folder to use; None picks `<root>/<name>-<YYYYmmdd-HHMMSS>`.
             name: Name of the run.
-            root: Where folders without a given place go.
+            root: Parent of the folder if `out` is None.
 
         Raises:
-            RunFolderError: `out` holds something already, or the folder cannot be made or written to.
+            RunFolderError: `out` is not empty, or the folder cannot be created or written to.
         """
         if out is not None:
             return cls._create_at(Path(out))
@@ -104,10 +105,10 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
-        """The folder of an existing run.
+        """Open the folder of an existing run.
 
         Raises:
-            RunFolderError: There is no such folder, or it holds no run.
+            RunFolderError: There is no such folder, or it contains no run.
         """
         folder = cls(path)
         if not folder.path.is_dir():
@@ -130,7 +131,7 @@ class RunFolder:
         return self.path / f"steps-rank{rank}.jsonl"
 
     def system(self, rank: int) -> Path:
-        """What the sampler of one rank saw of the machine."""
+        """System samples of one rank."""
         return self.path / f"system-rank{rank}.jsonl"
 
     @property
@@ -140,12 +141,12 @@ class RunFolder:
 
     @property
     def begun_json(self) -> Path:
-        """What is known of a run before it has ended."""
+        """What is known about a run before it ends."""
         return self.path / "begun.json"
 
     @property
     def train_log(self) -> Path:
-        """What the engine says, with the time."""
+        """The engine's log, with timestamps."""
         return self.path / "train.log"
 
     @property
@@ -155,30 +156,30 @@ class RunFolder:
 
     @property
     def summary_txt(self) -> Path:
-        """The run on one screen."""
+        """The run summary as text, for one screen."""
         return self.path / "summary.txt"
 
     @property
     def report_html(self) -> Path:
-        """The run as a page."""
+        """The run report as HTML."""
         return self.path / "report.html"
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
+        """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
     def step_files(self) -> dict[int, Path]:
-        """The steps files that exist, by rank; a resume on fewer ranks still finds those of the others."""
+        """Return the existing steps files by rank; after a resume on fewer ranks, all earlier ranks are included."""
         matches = ((_STEPS_NAME.fullmatch(path.name), path) for path in _entries(self.path))
         return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
     def step_readers(self, most_bytes: int | None = SAMPLE_BYTES) -> dict[int, StepReader]:
-        """Readers of the steps files by rank.
+        """Return readers of the steps files by rank.
 
         Args:
-            most_bytes: Where all files together are larger, each reader gives a sample of its file. Half of it all is
-                of the first rank, whose phases stand for the run; of the others only waits matter. None: never.
+            most_bytes: If all files together are larger, each reader samples its file. The first rank gets half of the
+                bytes, because its phases represent the run; of the others only waits matter. None: always read all.
         """
         files = self.step_files()
         sizes = 0
@@ -194,17 +195,17 @@ class RunFolder:
         return {rank: StepReader(path, most_bytes // 2 if rank == first else each) for rank, path in files.items()}
 
     def holds_run(self) -> bool:
-        """Whether any file of a run is here."""
+        """True if the folder contains any file of a run."""
         here = (self.config, self.summary_json, self.checkpoints)
         return any(path.exists() for path in here) or bool(self.step_files())
 
     def has_checkpoint(self) -> bool:
-        """Whether a durable checkpoint is here to go on from."""
-        # Not `latest`: whoever made the first one may have been killed right before that.
+        """True if there is a durable checkpoint to resume from."""
+        # Not `latest`: a run may have been killed between writing its first checkpoint and setting `latest`.
         return any(self.checkpoints.glob("step-*/manifest.json"))
 
     def refuse_links(self) -> None:
-        """Refuse to go on with a run in which a name that is written to leads out of its folder.
+        """Refuse to continue a run if one of the names it writes to is a symbolic link.
 
         Raises:
             RunFolderError: Names the link.
@@ -216,9 +217,9 @@ class RunFolder:
             refuse_link(path)
 
     def run_name(self) -> str | None:
-        """Name of the run, from its config or else from the folder's own name."""
+        """Return the run's name from its config, or else from the folder name."""
         with contextlib.suppress(RunFolderError, ValueError, RecursionError, yaml.YAMLError):
-            # Only composed: values that refer to each other could stand for millions.
+            # Composed only, not constructed: aliases could expand to millions of values.
             config = yaml.compose(self.read_config(), yaml.SafeLoader)
             for key, value in config.value if isinstance(config, yaml.MappingNode) else ():
                 if key.value == "name" and value.tag == "tag:yaml.org,2002:str":
@@ -227,17 +228,17 @@ class RunFolder:
         return match["name"] if match else None
 
     def status(self) -> str | None:
-        """Status in the summary; None when there is no readable summary, as while the run goes on."""
+        """Return the status in the summary; None without a readable summary, for instance while the run is going on."""
         try:
             return self.read_summary().status
         except RunFolderError:
             return None
 
     def read_config(self) -> str:
-        """The text of the resolved config.
+        """Return the text of the resolved config.
 
         Raises:
-            RunFolderError: There is none, or it cannot be read.
+            RunFolderError: The file does not exist or cannot be read.
         """
         return self._read(self.config, MOST_CONFIG_BYTES)
 
@@ -246,11 +247,11 @@ class RunFolder:
         write_atomic(self.config, text)
 
     def write_report(self, text: str) -> None:
-        """Write the page."""
+        """Write the HTML report."""
         write_atomic(self.report_html, text)
 
     def write_summary(self, record: RunRecord, text: str | None = None) -> None:
-        """Write the run record, and beside it the same for reading if `text` is given."""
+        """Write the run record, and next to it `text`, the readable form, if it is given."""
         if text is not None:
             write_atomic(self.summary_txt, text)
         _write_record(self.summary_json, record)
@@ -259,24 +260,24 @@ class RunFolder:
         """Read the run record.
 
         Raises:
-            RunFolderError: There is none, or it is not one.
+            RunFolderError: The file does not exist or is not a run record.
         """
         return self._read_record(self.summary_json)
 
     def write_begun(self, record: RunRecord) -> None:
-        """Write what is known of a run that goes on: where it runs, and the model's FLOPs once they are counted."""
+        """Write what is known while a run is going on: where it runs, and the model's FLOPs once they are counted."""
         _write_record(self.begun_json, record)
 
     def read_begun(self) -> RunRecord:
-        """Read what was known of the run when it began, or was last resumed.
+        """Read what was known about the run when it began or was last resumed.
 
         Raises:
-            RunFolderError: There is no such file, or it is not one.
+            RunFolderError: The file does not exist or is not a run record.
         """
         return self._read_record(self.begun_json)
 
     def write_epochs(self, epochs: Iterable[EpochRecord]) -> None:
-        """Write the table of epochs; a missing value is an empty cell. Metrics follow in columns of their own."""
+        """Write the table of epochs; a missing value is an empty cell. Metrics follow in their own columns."""
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
         epochs = list(epochs)
@@ -291,7 +292,7 @@ class RunFolder:
         """Read the table of epochs.
 
         Raises:
-            RunFolderError: There is none, or it is not one.
+            RunFolderError: The file does not exist or is not such a table.
         """
         rows = csv.DictReader(io.StringIO(self._read(self.epochs_csv)))
         try:
@@ -334,9 +335,9 @@ class RunFolder:
             raise RunFolderError(f"cannot read {path}: {error}") from error
 
     def truncate_steps(self, rank: int, last_step: int) -> int:
-        """Drop what a rank wrote after `last_step`, and broken lines, so that a resumed run writes no step twice.
+        """Drop broken lines and all steps after `last_step`, so that a resumed run writes no step twice.
 
-        Call it while no writer has the file open.
+        Call it only while no writer has the file open.
 
         Returns:
             Number of lines dropped.
@@ -359,13 +360,13 @@ class RunFolder:
 
 
 def find_runs(root: str | os.PathLike[str]) -> list[RunFolder]:
-    """The runs directly under `root`, newest first; an absent `root` holds none."""
+    """Return the runs directly under `root`, newest first; empty if `root` does not exist."""
     folders = (RunFolder(path) for path in _entries(Path(root)) if path.is_dir())
     return sorted((folder for folder in folders if folder.holds_run()), key=_age, reverse=True)
 
 
 def unfinished_runs(root: str | os.PathLike[str], name: str) -> Iterator[RunFolder]:
-    """The runs of that name that have a checkpoint to go on from and are not completed, newest first."""
+    """Yield the runs of that name that are not completed and have a checkpoint to resume from, newest first."""
     for folder in find_runs(root):
         if folder.has_checkpoint() and folder.run_name() == name and folder.status() != "completed":
             yield folder
@@ -387,7 +388,7 @@ def _entries(path: Path) -> list[Path]:
 
 
 def _age(folder: RunFolder) -> tuple[float, str]:
-    """When the run began: its config is written then; the folder's own time moves with every file."""
+    """When the run began: the config is written then, whereas the folder's own time changes with every file."""
     for path in (folder.config, folder.path):
         with contextlib.suppress(OSError):
             return path.stat().st_mtime, folder.path.name
@@ -404,7 +405,7 @@ def _make_folders(path: Path) -> None:
 def _refuse_unless_empty(folder: RunFolder) -> None:
     if folder.holds_run():
         raise RunFolderError(
-            f"{folder.path} already holds a run; go on with it by --resume auto, or give another --out"
+            f"{folder.path} already holds a run; give another --out (`frameworm train --resume auto` continues it)"
         )
     entry = next((entry for entry in folder.path.iterdir() if not is_before_a_run(entry.name)), None)
     if entry is not None:
@@ -414,7 +415,7 @@ def _refuse_unless_empty(folder: RunFolder) -> None:
 
 
 def _probe(path: Path) -> None:
-    """Raise now what the first write would raise later."""
+    """Raise now the error that the first write would raise later."""
     with tempfile.NamedTemporaryFile(prefix=".", suffix=".tmp", dir=path):
         pass
 

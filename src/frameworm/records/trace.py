@@ -1,4 +1,4 @@
-"""What a profiler trace says, as figures: where the device's time went and which operators took it."""
+"""Summary of a profiler trace: where the device's time went and which operators took it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ class DeviceTime:
     """One device over the traced time. wall = compute + all waits; wall = busy + idle.
 
     Attributes:
-        busy_s: Something ran: a kernel, a copy or a memset.
-        compute_s: A kernel other than communication, a memset or a copy within the device ran.
-        communication_s: A communication kernel ran; `waits_s["communication"]` is its exposed part.
-        transfer_s: A copy from or to the host or another device ran.
-        waits_s: Time without compute by its cause. `data_loading`, `synchronisation`, `host`: nothing had been
-            launched, because the host was waiting for the loader, had waited for the device, or was busy otherwise.
-            `transfer`, `communication`: only that ran. `queued`: launched, but not begun. `unknown`: the trace has no
-            launches.
-        kernels_s: The time of compute by what kernels were for: `matrix_products` (with convolutions and recurrent
-            layers), `attention` and `other_kernels`. Where two kinds ran at once it counts for the first of them.
+        busy_s: Time in which anything ran: a kernel, a copy or a memset.
+        compute_s: Time in which a kernel other than communication, a memset or a copy within the device ran.
+        communication_s: Time in which a communication kernel ran; `waits_s["communication"]` is its exposed part.
+        transfer_s: Time in which a copy from or to the host or another device ran.
+        waits_s: Time without compute, by cause. `data_loading`, `synchronisation`, `host`: nothing was launched,
+            because the host was waiting for the loader, had waited for the device, or was otherwise busy. `transfer`,
+            `communication`: only that ran. `queued`: launched but not started. `unknown`: the trace has no launches.
+        kernels_s: Compute time by kind of kernel: `matrix_products` (including convolutions and recurrent layers),
+            `attention` and `other_kernels`. Where two kinds overlap, the time counts for the first of them.
     """
 
     device: int
@@ -46,27 +45,27 @@ class DeviceTime:
 
     @property
     def communication_hidden_share(self) -> float | None:
-        """Share of the communication that compute ran beside; None without communication."""
+        """Fraction of the communication that overlaps compute; None without communication."""
         if not self.communication_s:
             return None
         return 1.0 - self.waits_s["communication"] / self.communication_s
 
 
 @dataclass(slots=True)
-class KernelFigures:
+class KernelMetrics:
     """All kernels of the trace."""
 
     count: int
-    time_s: float  # summed, also where kernels ran beside each other
+    time_s: float  # summed, even where kernels overlap
     mean_s: float
     median_s: float
-    tiny_count: int  # shorter than what it takes to launch one
+    tiny_count: int  # shorter than their launch takes
     communication_count: int
     matmul_s: dict[str, float] = field(default_factory=dict)  # guessed from names: tensor_core, tf32, fp32, unknown
 
 
 @dataclass(slots=True)
-class CopyFigures:
+class CopyMetrics:
     """Copies of one kind."""
 
     direction: str  # HtoD, DtoH, DtoD, PtoP; memset
@@ -78,15 +77,15 @@ class CopyFigures:
 
 
 @dataclass(slots=True)
-class LaunchFigures:
-    """How far the host was ahead of the device."""
+class LaunchMetrics:
+    """How far the host runs ahead of the device."""
 
     count: int
     call_mean_s: float  # of the runtime call itself
-    lag_median_s: float  # from the launch call to the beginning of what it launched
+    lag_median_s: float  # from the launch call to the start of what it launched
     lag_p95_s: float
-    queue_mean: float  # launched and not begun, mean over time
-    queue_empty_share: float  # of the time
+    queue_mean: float  # launched but not started, mean over time
+    queue_empty_share: float  # fraction of the time
 
 
 @dataclass(slots=True)
@@ -99,7 +98,7 @@ class OperatorTime:
     device_s: float | None = None
     total_s: float | None = None
     allocated_bytes: int | None = None
-    net_bytes: int | None = None  # allocated less freed
+    net_bytes: int | None = None  # allocated minus freed
 
 
 @dataclass(slots=True)
@@ -113,21 +112,21 @@ class ThreadTime:
 
 @dataclass(slots=True)
 class HostTime:
-    """What the host did; sums of time on the clock, each moment once."""
+    """What the host did; overlapping times are counted once."""
 
     operators_s: float
     data_loading_s: float
     synchronisation_s: float
     communication_s: float = 0.0  # collectives seen on the host (gloo, or the host side of nccl)
-    communication_exposed_s: float = 0.0  # no operator computed on the host meanwhile
+    communication_exposed_s: float = 0.0  # while no operator computed on the host
 
 
 @dataclass(slots=True)
 class TraceStep:
-    """One ProfilerStep range. Device figures are None without a device.
+    """One ProfilerStep range. Device metrics are None without a device.
 
-    They are of the device's own time for the step, `device_wall_s`: from its first kernel to the first of the next
-    step, which may lie long after the host's `wall_s` where the host is ahead.
+    They refer to the device's own time for the step, `device_wall_s`: from its first kernel to the first kernel of the
+    next step, which may be long after the host's `wall_s` if the host runs ahead.
     """
 
     step: int
@@ -145,16 +144,16 @@ class TraceStep:
 
 @dataclass(slots=True)
 class TraceSummary:
-    """What `observe.trace.read_trace` makes of a trace file."""
+    """What `observe.trace.read_trace` returns for a trace file."""
 
     source: str
     wall_s: float
     events: int
     host: HostTime
     devices: list[DeviceTime] = field(default_factory=list)  # the busiest first
-    kernels: KernelFigures | None = None
-    copies: list[CopyFigures] = field(default_factory=list)
-    launches: LaunchFigures | None = None
+    kernels: KernelMetrics | None = None
+    copies: list[CopyMetrics] = field(default_factory=list)
+    launches: LaunchMetrics | None = None
     steps: list[TraceStep] = field(default_factory=list)
     operators_by_device: list[OperatorTime] = field(default_factory=list)
     operators_by_cpu: list[OperatorTime] = field(default_factory=list)
@@ -172,11 +171,11 @@ class TraceSummary:
 
     @property
     def device(self) -> DeviceTime | None:
-        """The busiest device, or None for a trace of the host alone."""
+        """The busiest device; None for a trace of the host alone."""
         return self.devices[0] if self.devices else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The summary as JSON-ready data."""
+        """Return the summary as JSON-ready data."""
         data: dict[str, Any] = json_ready(dataclasses.asdict(self))
         return data
 
@@ -186,7 +185,7 @@ class TraceSummary:
         values = _known(cls, data)
         for name, kind in _LISTS.items():
             values[name] = [kind(**_known(kind, item)) for item in values.get(name) or []]
-        for name, one in (("host", HostTime), ("kernels", KernelFigures), ("launches", LaunchFigures)):
+        for name, one in (("host", HostTime), ("kernels", KernelMetrics), ("launches", LaunchMetrics)):
             if values.get(name) is not None:
                 values[name] = one(**_known(one, values[name]))
         return cls(**values)
@@ -194,7 +193,7 @@ class TraceSummary:
 
 _LISTS: dict[str, type] = {
     "devices": DeviceTime,
-    "copies": CopyFigures,
+    "copies": CopyMetrics,
     "steps": TraceStep,
     "operators_by_device": OperatorTime,
     "operators_by_cpu": OperatorTime,

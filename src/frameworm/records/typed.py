@@ -1,4 +1,4 @@
-"""Stored records, read back by the types of their fields: a value of another kind is an error that names its place."""
+"""Reads stored records by the types of their fields; a value of the wrong type raises an error that names its place."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any, TypeVar
 
 _Record = TypeVar("_Record")
 _Reader = Callable[[Any, str], Any]
-LARGEST = 2**63  # of whole numbers: none that a run writes is larger
+LARGEST = 2**63  # largest whole number accepted; no run writes a larger one
 _NOT_FINITE = ("nan", "inf", "-inf")  # how `json_ready` writes them
 _FLOAT = frozenset({float})
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
 def read_record(kind: type[_Record], data: Any, place: str = "") -> _Record:
-    """Make a record of plain data; unknown keys of later versions are ignored.
+    """Build a record from plain data; unknown keys of later versions are ignored.
 
     Args:
         kind: A dataclass whose fields are numbers, texts, lists, mappings and other such dataclasses.
-        data: What JSON gave.
-        place: Where in the file it stands.
+        data: Parsed JSON.
+        place: Where the data is in the file, for error messages.
 
     Raises:
-        TypeError: A value is not of its field's kind, or is missing.
+        TypeError: A value has the wrong type or is missing.
     """
     if not isinstance(data, Mapping):
         raise _wrong(data, "a mapping", place)
@@ -35,7 +35,7 @@ def read_record(kind: type[_Record], data: Any, place: str = "") -> _Record:
     for name, (plain, numeric, of_floats, read) in _fields(plainly).items():
         value = data.get(name, dataclasses.MISSING)
         found = type(value)
-        if (  # nearly all values
+        if (  # the fast path, for nearly all values
             found in plain
             or (found is int and numeric and -LARGEST < value < LARGEST)
             or (found is dict and of_floats and _FLOAT.issuperset(map(type, value.values())))
@@ -50,7 +50,7 @@ def read_record(kind: type[_Record], data: Any, place: str = "") -> _Record:
 
 @functools.cache
 def _fields(kind: type) -> dict[str, tuple[frozenset[type], bool, bool, _Reader]]:
-    """Of each field the types that need no second look, whether it is a number or maps to floats, and its reader."""
+    """Per field: types accepted as they are, whether it is a number, whether it is dict[str, float], its reader."""
     assert dataclasses.is_dataclass(kind)
     hints = typing.get_type_hints(kind)
     found: dict[str, tuple[frozenset[type], bool, bool, _Reader]] = {}
@@ -65,7 +65,7 @@ def _fields(kind: type) -> dict[str, tuple[frozenset[type], bool, bool, _Reader]
 
 
 def _read(hint: Any, has_default: bool, value: Any, place: str) -> Any:
-    """A value as a type hint wants it; MISSING for null where the field's default stands for that."""
+    """Convert a value to a type hint; MISSING for null if the field has a default."""
     if hint is Any:
         return value
     if isinstance(hint, types.UnionType):

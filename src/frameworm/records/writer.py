@@ -1,4 +1,4 @@
-"""Steps on disk: a writer that cannot disturb training, and readers that survive what crashes leave behind."""
+"""Steps on disk: a writer that cannot disturb training, and readers that survive what a crash leaves behind."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from frameworm.records.reading import parse_line, read_lines, sample_lines
 from frameworm.records.schema import StepRecord, json_ready
 
 WAKE_INTERVAL_S = 0.3
-# Serialising holds the interpreter; a pause after each group lets the training loop in within a fraction of a
-# millisecond instead of the interpreter's own 5 ms.
+# Serialising holds the GIL; a pause after each group lets the training loop in within a fraction of a millisecond
+# instead of the interpreter's 5 ms.
 GROUP_RECORDS = 16
 GROUP_PAUSE_S = 0.00005
-_NEAR_BYTES = 2**13  # of a step that is searched for: from there on, line by line
+_NEAR_BYTES = 2**13  # closer than this to the wanted step, search line by line
 _TAILS_BYTES = (2**12, 2**22)  # a line is seldom longer than the first, and never than the second
 _MOST_LINE_BYTES = 2**20
 _NUMBER = re.compile(rb'\s*\{\s*"step":\s*(\d{1,18})\b')
@@ -36,15 +36,15 @@ _encoder = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
 def step_line(record: StepRecord) -> str:
-    """One step as one line of JSON, keys named as the fields of `StepRecord`; phases and moments to the nanosecond.
+    """Encode a step as one line of JSON with the fields of `StepRecord`; times of phases to the nanosecond.
 
-    The thread that writes holds the interpreter while it makes a line, and training waits: the usual record is put into
-    a template, at half of the encoder's cost.
+    The writer thread holds the GIL while it encodes, and training waits. So the usual record fills a template, at half
+    the encoder's cost.
     """
     try:
         return _filled_template(record)
     except (TypeError, ValueError, OverflowError):
-        pass  # a number that JSON does not have, or a value of another type
+        pass  # a number that JSON lacks, or a value of another type
     data = {name: getattr(record, name) for name in _FIELDS}
     try:
         return _encoder.encode(data)
@@ -66,10 +66,10 @@ def _template(phases: tuple[str, ...]) -> str:
 
 
 def _filled_template(record: StepRecord) -> str:
-    """The line of a record with finite times.
+    """Encode a record with finite times by the template.
 
     Raises:
-        TypeError, ValueError, OverflowError: It is not that simple.
+        TypeError, ValueError, OverflowError: The record needs the full encoder.
     """
     phases, metrics = record.phases, record.metrics
     times = [*phases.values()]
@@ -107,18 +107,18 @@ def _text(value: object) -> str:
 
 
 class JsonLinesWriter(Listener):
-    """Writes records to a file from a background thread: steps, or whatever `encode` makes a line of.
+    """Writes records to a file from a background thread: steps, or anything that `encode` turns into a line.
 
-    `write` only appends to a bounded queue: it never waits and never raises. What cannot be kept, because the queue is
-    full or the disk refuses, is counted in `lost`.
+    `write` only appends to a bounded queue: it never waits and never raises. Records that are lost because the queue is
+    full or the disk fails are counted in `lost`.
 
     Args:
-        path: File to append to; made when the first record is written.
-        max_pending: Records that may wait to be written before further ones are lost.
+        path: File to append to; it is created when the first record is written.
+        max_pending: Most records that may wait to be written; further ones are lost.
         encode: Turns a record into one line of JSON.
 
     Attributes:
-        problem: The first error the disk gave, or None.
+        problem: The first error from the disk, or None.
     """
 
     must_not_break_training: ClassVar[bool] = True
@@ -136,7 +136,7 @@ class JsonLinesWriter(Listener):
         self._max_pending = max_pending
         self._wake_at = max(1, max_pending // 4)
         self._pending: deque[Any] = deque()
-        # Two counters, because each side increments its own without a lock.
+        # Two counters, because each thread increments its own without a lock.
         self._lost_when_full = 0
         self._lost_on_disk = 0
         self._descriptor: int | None = None
@@ -155,22 +155,22 @@ class JsonLinesWriter(Listener):
         return self._lost_when_full + self._lost_on_disk
 
     def write(self, record: Any) -> None:
-        """Queue one record, which must not be changed afterwards."""
+        """Queue one record, which must not be modified afterwards."""
         pending = len(self._pending)
         if pending >= self._max_pending or self._closing:
             self._lost_when_full += 1
             return
         self._pending.append(record)
-        # Waking the thread at every step would cost the loop more than the record itself.
+        # Waking the thread on every step would cost the loop more than the record itself.
         if pending == self._wake_at:
             self._wake.set()
 
     def on_step(self, step: StepRecord) -> None:
-        """Write the step, so that the writer can be handed to `Events` as it is."""
+        """Write the step, so that the writer can be a listener of `Events`."""
         self.write(step)
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Wait until all records queued so far were handed to the system; False if that took too long."""
+        """Wait until all records queued so far are handed to the system; return False on timeout."""
         if not self._thread.is_alive():
             return not self._pending
         with self._flushed:
@@ -180,7 +180,7 @@ class JsonLinesWriter(Listener):
             return self._flushed.wait_for(lambda: self._flushes_done >= ticket, timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Write what is queued and stop; False if the disk took longer than `timeout_s` and was left to itself."""
+        """Write what is queued and stop; return False if the disk took longer than `timeout_s`, and give up waiting."""
         self._closing = True
         self._wake.set()
         self._thread.join(timeout_s)
@@ -194,7 +194,7 @@ class JsonLinesWriter(Listener):
             wanted = self._flushes_wanted
             while self._pending:
                 self._write_group()
-                if self._flushes_wanted == self._flushes_done:  # a caller of `flush` waits, and needs no pause
+                if self._flushes_wanted == self._flushes_done:  # a caller of `flush` is waiting, so do not pause
                     time.sleep(GROUP_PAUSE_S)
             with self._flushed:
                 self._flushes_done = wanted
@@ -212,7 +212,7 @@ class JsonLinesWriter(Listener):
         for record in records:
             try:
                 lines.append(self._encode(record))
-            except Exception as error:  # a record no encoder takes must not end the thread
+            except Exception as error:  # a record that cannot be encoded must not end the thread
                 step = getattr(record, "step", None)
                 what = type(record).__name__ if step is None else f"step {step}"
                 self._lose(1, f"{what} cannot be written as JSON: {error}")
@@ -224,7 +224,7 @@ class JsonLinesWriter(Listener):
             self._lose(len(lines), f"{self.path}: {error.strerror or error}")
 
     def _append(self, data: bytes) -> None:
-        """Append all of `data` or, as far as the disk lets us, nothing of it."""
+        """Append all of `data` or, as far as the disk allows, none of it."""
         descriptor = self._open()
         size = os.fstat(descriptor).st_size
         view = memoryview(b"\n" + data if self._torn else data)
@@ -240,7 +240,7 @@ class JsonLinesWriter(Listener):
             raise
 
     def _open(self) -> int:
-        # A file deleted under us takes writes without complaint, into nowhere.
+        # Writes to a deleted file succeed, but go nowhere.
         if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:
             os.close(self._descriptor)
             self._descriptor = None
@@ -257,16 +257,16 @@ class JsonLinesWriter(Listener):
 
 
 class StepReader:
-    """Iterates over the steps of a file, one at a time, so that a long run needs no memory.
+    """Iterates over the steps of a file one at a time, so that a long run needs no memory.
 
     Args:
         path: The file.
-        most_bytes: Read no more than this: of a larger file, blocks of neighbouring steps that are spread over it
-            evenly. None: read it all.
+        most_bytes: Read at most this much; from a larger file, read evenly spread blocks of neighbouring steps. None:
+            read everything.
 
     Attributes:
-        broken: Lines so far that could not be read, other than a torn last one.
-        torn: Whether the last line was cut off, as a killed process leaves it.
+        broken: Number of unreadable lines so far, not counting a torn last one.
+        torn: True if the last line was cut off, as a killed process leaves it.
     """
 
     def __init__(self, path: str | os.PathLike[str], most_bytes: int | None = None) -> None:
@@ -277,7 +277,7 @@ class StepReader:
 
     @property
     def share(self) -> float:
-        """The part of the file that is read, 0 to 1."""
+        """Fraction of the file that is read, 0 to 1."""
         if self._most_bytes is None:
             return 1.0
         try:
@@ -302,12 +302,12 @@ class StepReader:
 
 
 def read_steps(path: str | os.PathLike[str]) -> list[StepRecord]:
-    """All readable steps of a file; use `StepReader` to learn how many lines were not."""
+    """Read all readable steps of a file; `StepReader` also counts the unreadable lines."""
     return list(StepReader(path))
 
 
 def parse_step(line: bytes) -> StepRecord | None:
-    """The step that a line holds, or None if it holds none."""
+    """Parse one line; None if it is not a step."""
     try:
         step = StepRecord.from_dict(parse_line(line))
     except (ValueError, TypeError, AttributeError):
@@ -316,10 +316,10 @@ def parse_step(line: bytes) -> StepRecord | None:
 
 
 class StepSeeker:
-    """Finds steps in an open file whose steps are in order, as a writer leaves them.
+    """Finds steps in an open file by binary search; the steps must be in order, as a writer leaves them.
 
     Args:
-        file: It stays open.
+        file: The open file; it is not closed.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -327,11 +327,11 @@ class StepSeeker:
         self._size = os.fstat(file.fileno()).st_size
 
     def first(self) -> StepRecord | None:
-        """The first step of the file."""
+        """Return the first step of the file."""
         return self.at(0)
 
     def last(self) -> StepRecord | None:
-        """The last whole step of the file."""
+        """Return the last complete step of the file."""
         for tail_bytes in _TAILS_BYTES:
             self._begin(max(0, self._size - tail_bytes))
             found = max(self._steps(), key=lambda step: step.step, default=None)
@@ -340,11 +340,11 @@ class StepSeeker:
         return None
 
     def at(self, number: int) -> StepRecord | None:
-        """The first step with this number or a higher one; None: there is none."""
+        """Return the first step with this number or a higher one; None if there is none."""
         return next(self.onwards(number), None)
 
     def onwards(self, number: int) -> Iterator[StepRecord]:
-        """All steps from that number on, one at a time."""
+        """Yield all steps from that number on."""
         low, high = 0, self._size
         while high - low > _NEAR_BYTES:
             middle = (low + high) // 2
@@ -363,13 +363,13 @@ class StepSeeker:
                     yield step
 
     def _begin(self, offset: int) -> None:
-        """Go to the first line that begins at a place of the file or after it."""
+        """Seek to the first line that begins at or after `offset`."""
         self._file.seek(max(0, offset - 1))
         if offset:
             self._file.readline(_MOST_LINE_BYTES)
 
     def _steps(self) -> Iterator[StepRecord]:
-        """The steps from here on."""
+        """Yield the steps from the current position on."""
         for line in self._lines():
             step = parse_step(line)
             if step is not None:
@@ -380,6 +380,6 @@ class StepSeeker:
 
 
 def _number(line: bytes) -> int | None:
-    """The number of the step that a line holds, at a fraction of the cost of reading the line."""
+    """Step number of a line, at a fraction of the cost of parsing the line."""
     match = _NUMBER.match(line)
     return None if match is None else int(match[1])

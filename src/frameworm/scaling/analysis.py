@@ -1,7 +1,7 @@
-"""How far it scales: speedup, efficiency and their intervals, what limits them, and what to change.
+"""Scaling analysis: speedup, efficiency and their intervals, what limits them, and what to change.
 
-Pure functions over `Point`s; `run_points` makes those from stored runs. The smallest world size of a configuration is
-its base: speedup is against it, efficiency is speedup / (world size / base's world size).
+Pure functions over `Point`s, which `run_points` makes from stored runs. The smallest world size of a configuration is
+its base: speedup is relative to it, and efficiency is speedup / (world size / base's world size).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from frameworm.records.estimate import Interval, OpenInterval, without_spread
 from frameworm.records.schema import Finding, json_ready
 from frameworm.scaling.enough_work import model_step
 from frameworm.scaling.losses import Losses as Losses
 from frameworm.scaling.losses import split_losses
 from frameworm.scaling.negative import Change as Change
 from frameworm.scaling.negative import causes_of, negative_scaling, suggest_change
-from frameworm.scaling.points import Interval as Interval
 from frameworm.scaling.points import Measurement as Measurement
 from frameworm.scaling.points import Mode as Mode
 from frameworm.scaling.points import Point as Point
@@ -27,7 +27,7 @@ from frameworm.scaling.points import student, variance_of_mean
 CLASSES = (("excellent", 0.85), ("good", 0.7), ("fair", 0.5))
 POOR = "poor"
 BEYOND_LINEAR = 1.05
-# Published percentages and products of decimals are this exact; 0.85 must not fall below itself.
+# Rounding of published percentages and products of decimals, so that 0.85 is not below 0.85.
 _ROUNDING = 1e-9
 
 
@@ -37,14 +37,14 @@ class Row:
 
     point: Point
     world_size: int
-    speedup: Interval
-    efficiency: Interval
+    speedup: OpenInterval
+    efficiency: OpenInterval
     grade: str | None = None  # excellent, good, fair, poor
     losses: Losses | None = None
-    serial_fraction: float | None = None  # by this world size alone (Karp and Flatt)
-    limit: str | None = None  # what costs most, in words
-    cause: str | None = None  # why it is not excellent, with the figures that show it
-    causes: tuple[str, ...] = ()  # the same by name
+    serial_fraction: float | None = None  # from this world size alone (Karp and Flatt)
+    limit: str | None = None  # the largest loss, in words
+    cause: str | None = None  # why it is not excellent, with the evidence
+    causes: tuple[str, ...] = ()  # names of the causes
     finding: Finding | None = None  # negative_scaling
     change: Change | None = None  # settings that are predicted to scale
 
@@ -56,10 +56,10 @@ class Curve:
     dataset: str
     name: str
     mode: Mode
-    label: str  # the data set, and the configuration's name where it has several
-    basis: str  # epoch_s, samples_per_s or step_s: what speed was taken from
+    label: str  # the data set, and the configuration's name if there are several
+    basis: str  # where speed comes from: epoch_s, samples_per_s or step_s
     rows: tuple[Row, ...]
-    serial_fraction: Interval | None = None  # Amdahl's, over all world sizes; None with one
+    serial_fraction: OpenInterval | None = None  # Amdahl's, over all world sizes; None with only one
     notes: tuple[str, ...] = ()
 
     @property
@@ -68,7 +68,7 @@ class Curve:
         return self.rows[0]
 
     def row(self, world_size: int) -> Row | None:
-        """The row of a world size."""
+        """Return the row of a world size, if there is one."""
         return next((row for row in self.rows if row.world_size == world_size), None)
 
 
@@ -80,21 +80,21 @@ class Analysis:
 
     @property
     def findings(self) -> list[Finding]:
-        """Every world size that trains slower than its base."""
+        """Findings for every world size that trains slower than its base."""
         return [row.finding for curve in self.curves for row in curve.rows if row.finding is not None]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """Return JSON-ready data."""
         data: dict[str, Any] = json_ready(dataclasses.asdict(self))
         return data
 
 
 def analyse(points: Iterable[Point]) -> Analysis:
-    """Judge how configurations scale.
+    """Analyse how configurations scale.
 
     Args:
-        points: Of any number of configurations; those of one share data set, name and mode. Two points of one
-            configuration and world size are taken as repeats of each other.
+        points: Points of any number of configurations; those of one configuration share data set, name and mode. Two
+            points of one configuration and world size count as repetitions.
 
     Raises:
         ValueError: A point has no run, or no speed at all.
@@ -119,7 +119,7 @@ def _has_both_modes(groups: Iterable[tuple[str, str, Mode]], dataset: str, name:
 
 
 def grade_of(efficiency: float) -> str:
-    """The word for an efficiency: excellent from 0.85, good from 0.7, fair from 0.5, else poor."""
+    """Return the grade of an efficiency: excellent from 0.85, good from 0.7, fair from 0.5, else poor."""
     return next((word for word, least in CLASSES if efficiency >= least - _ROUNDING), POOR)
 
 
@@ -135,7 +135,7 @@ def _curve(members: Sequence[Point], label: str) -> Curve:
 
 
 def _merge(members: Sequence[Point]) -> list[Point]:
-    """One point per world size, smallest first."""
+    """Merge to one point per world size, smallest first."""
     merged: dict[int, Point] = {}
     for point in members:
         if point.world_size < 1 or not point.measurements:
@@ -151,10 +151,10 @@ Cost = Callable[[Point, Measurement], float]
 
 
 def _basis_of(points: Sequence[Point]) -> tuple[str, Cost]:
-    """The best clock that every run has: seconds per unit of work by it."""
+    """Choose the best clock that every run has; return its name and the seconds per unit of work."""
     runs = [(point, run) for point in points for run in point.measurements]
     if all(run.epoch_s for _, run in runs):
-        # Epochs of unequal length (a limit of steps, a dropped rest) are compared per sample.
+        # Epochs of unequal length (a limit of steps, a dropped last batch) are compared per sample.
         if all(run.epoch_samples for _, run in runs) and len({run.epoch_samples for _, run in runs}) > 1:
             return "epoch_s", lambda _, run: (run.epoch_s or 0.0) / (run.epoch_samples or 1.0)
         return "epoch_s", lambda _, run: run.epoch_s or 0.0
@@ -171,9 +171,9 @@ def _basis_of(points: Sequence[Point]) -> tuple[str, Cost]:
     )
 
 
-def _row(base: Point, point: Point, cost: Cost, basis: str, serial: Interval | None) -> Row:
+def _row(base: Point, point: Point, cost: Cost, basis: str, serial: OpenInterval | None) -> Row:
     if point is base:
-        return Row(point, point.world_size, Interval(1.0), Interval(1.0))
+        return Row(point, point.world_size, without_spread(1.0), without_spread(1.0))
     growth = point.world_size / base.world_size
     before = [cost(base, run) for run in base.measurements]
     now = [cost(point, run) for run in point.measurements]
@@ -212,7 +212,7 @@ def _row(base: Point, point: Point, cost: Cost, basis: str, serial: Interval | N
 
 
 def _step_s(point: Point, basis: str) -> float | None:
-    """Seconds of a step by the clock that speed was taken from."""
+    """Seconds of a step, by the clock that the speed is based on."""
     if basis == "epoch_s" and point.global_batch:
         steps = [(run.epoch_s or 0.0) / run.epoch_samples for run in point.measurements if run.epoch_samples]
         if len(steps) == len(point.measurements):
@@ -226,11 +226,11 @@ def _step_s(point: Point, basis: str) -> float | None:
     return point.mean("step_s")
 
 
-def _ratio(before: Sequence[float], now: Sequence[float]) -> Interval:
-    """Mean before divided by mean now; the interval by Welch, in logarithms, where both were repeated."""
+def _ratio(before: Sequence[float], now: Sequence[float]) -> OpenInterval:
+    """Mean before divided by mean now; with repeated runs on both sides, a Welch interval in logarithms."""
     value = (math.fsum(before) / len(before)) / (math.fsum(now) / len(now))
     if len(before) < 2 or len(now) < 2:
-        return Interval(value)
+        return without_spread(value)
     parts = [_relative_variance(before), _relative_variance(now)]
     margin = _margin(parts, [len(before) - 1, len(now) - 1])
     return Interval(value, value * math.exp(-margin), value * math.exp(margin))
@@ -241,7 +241,7 @@ def _relative_variance(values: Sequence[float]) -> float:
 
 
 def _margin(variances: Sequence[float], freedoms: Sequence[float]) -> float:
-    """Half the 95% interval of a sum of independent parts (Satterthwaite's freedom)."""
+    """Half the 95% interval of a sum of independent parts (Satterthwaite's degrees of freedom)."""
     total = math.fsum(variances)
     if total <= 0:
         return 0.0
@@ -249,12 +249,12 @@ def _margin(variances: Sequence[float], freedoms: Sequence[float]) -> float:
     return student(freedom) * math.sqrt(total)
 
 
-def serial_fraction_of(base_size: int, costs: Sequence[tuple[int, Sequence[float]]]) -> Interval | None:
-    """Amdahl's serial fraction f: the time on n devices is f + (1 - f) / n of that on one.
+def serial_fraction_of(base_size: int, costs: Sequence[tuple[int, Sequence[float]]]) -> OpenInterval | None:
+    """Estimate Amdahl's serial fraction f: the time on n devices is f + (1 - f) / n of that on one.
 
-    Least squares over all world sizes, in the form that is linear in f. Above 1 nothing serial explains the times (more
-    devices bring work of their own), below 0 the speedup is more than linear. The interval is the wider of what the
-    repeats and what the misfit of the curve say; with one run of two world sizes there is neither.
+    Least squares over all world sizes, in the form that is linear in f. Above 1 no serial part explains the times (more
+    devices add work of their own); below 0 the speedup is superlinear. The interval is the wider of those from the
+    repetitions and from the misfit of the curve; with one run at each of two world sizes there is neither.
 
     Args:
         base_size: World size that speed is relative to.
@@ -280,7 +280,7 @@ def serial_fraction_of(base_size: int, costs: Sequence[tuple[int, Sequence[float
             variances.append(slope**2 * variance_of_mean(values))
         margins.append(_margin(variances, [len(values) - 1 for _, values in costs]))
     if not margins:
-        return Interval(value)
+        return without_spread(value)
     return Interval(value, value - max(margins), value + max(margins))
 
 
@@ -291,7 +291,7 @@ def _amdahl(base_size: int, sizes: Sequence[int], means: Sequence[float]) -> flo
 
 
 def _amdahl_terms(base_size: int, sizes: Sequence[int], means: Sequence[float]) -> list[tuple[float, float]]:
-    """Pairs (a, c) with a f = c, one for each world size beyond the base."""
+    """Pairs (a, c) with a f = c, one for each world size other than the base."""
     terms = []
     for size, time_s in zip(sizes[1:], means[1:]):
         y = time_s / means[0]
@@ -309,12 +309,12 @@ _LIMITS = {
 
 
 def limit_of(losses: Losses) -> str | None:
-    """What costs most, in words; nothing limits what loses nothing."""
+    """Name the largest loss in words; None if nothing is lost."""
     name = losses.largest
     return None if name is None or losses.total <= 0 else _LIMITS[name]
 
 
-def _notes(rows: Sequence[Row], serial: Interval | None) -> list[str]:
+def _notes(rows: Sequence[Row], serial: OpenInterval | None) -> list[str]:
     notes = []
     if len(rows) == 1:
         notes.append(f"only world size {rows[0].world_size} was measured: there is no speedup to tell")

@@ -1,4 +1,4 @@
-"""Searching the largest batch that fits in few trials, and what a search has found; no device is touched here."""
+"""Search for the largest batch that fits in few trials, and the search's result; no device is used here."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any, Literal
 
 TOLERANCE = 0.03
 MOST_TRIALS = 8
-AS_FAST = 0.98  # of the best rate: less memory is worth the rest
+AS_FAST = 0.98  # of the best rate: a smaller batch is worth losing the rest
 
 Outcome = Literal["fits", "cuda_oom", "host_oom", "killed", "hang", "error"]
 Purpose = Literal["search", "verify", "speed"]
 
-# A planner is mostly right within a few percent and seldom wrong by a third: small steps first, then ever larger ones.
+# A planner is mostly right within a few percent and seldom wrong by a third: small steps first, then larger ones.
 _UP, _DOWN = (1.12, 1.4, 2.0, 4.0), (0.89, 0.745, 0.5, 0.25)
 _PREDICTIONS = 2
-_SHY = 0.99  # a prediction is tried from below: a trial that fits tells more
+_SHY = 0.99  # try slightly below a prediction, because a trial that fits tells more
 
 
 class BatchSearch:
-    """Which size to try next; memory must not shrink with the size.
+    """Decides which size to try next; memory use must not decrease with size.
 
-    Without a guess sizes double from the first one. Once a size that fits and one that does not are known, the space
-    between them is halved until the largest that fits is known to a tolerance.
+    Without a guess, sizes double from the first one. Once a size that fits and one that does not are known, the
+    interval between them is bisected until the largest that fits is known within a tolerance.
 
     Args:
         candidates: Sizes that may be tried, ascending.
-        guess: What a planner takes for the largest that fits; None: nobody knows.
-        tolerance: How far below the true maximum the answer may lie, as a share of it.
+        guess: A planner's estimate of the largest that fits; None if there is none.
+        tolerance: How far below the true maximum the answer may be, as a fraction of it.
     """
 
     def __init__(self, candidates: Sequence[int], guess: int | None = None, tolerance: float = TOLERANCE) -> None:
@@ -45,33 +45,35 @@ class BatchSearch:
 
     @property
     def largest(self) -> int | None:
-        """The largest size known to fit below all that do not."""
+        """The largest size known to fit, below all that do not."""
         low, _ = self._bracket()
         return None if low < 0 else self._candidates[low]
 
     @property
     def ends_below(self) -> int | None:
-        """The smallest size known not to fit; None while all did."""
+        """The smallest size known not to fit; None if all have fitted so far."""
         _, high = self._bracket()
         return None if high == len(self._candidates) else self._candidates[high]
 
     def tell(self, size: int, fits: bool, predicted: float | None = None) -> None:
-        """What a trial has shown; the later word on a size holds.
+        """Record the result of a trial; a later result for the same size replaces an earlier one.
 
         Args:
-            predicted: The maximum that the measured memory leads to expect.
+            size: The size tried.
+            fits: True if it fits.
+            predicted: The maximum extrapolated from the measured memory.
         """
         self._told[size] = fits
         if predicted is not None:
             self._predicted = predicted
 
     def forget(self, size: int) -> None:
-        """Take back that a size did not fit; what is known to fit stays."""
+        """Forget that a size did not fit; sizes known to fit are kept."""
         if self._told.get(size) is False:
             del self._told[size]
 
     def next(self) -> int | None:
-        """The size to try; None when the answer is known."""
+        """Return the next size to try; None if the answer is known."""
         low, high = self._bracket()
         sizes = self._candidates
         if high - low <= 1 or (low >= 0 and sizes[low] >= (1 - self._tolerance) * sizes[high - 1]):
@@ -80,7 +82,7 @@ class BatchSearch:
         return sizes[min(max(nearest, low + 1), high - 1)]
 
     def _bracket(self) -> tuple[int, int]:
-        """Places of the largest that fits and of the smallest that does not, one outside of the list where unknown."""
+        """Indices of the largest that fits and the smallest that does not; outside the list if unknown."""
         failed = [size for size, fits in self._told.items() if not fits]
         high = bisect.bisect_left(self._candidates, min(failed)) if failed else len(self._candidates)
         fitting = [place for place in map(self._place, self._fitting()) if place < high]
@@ -103,7 +105,7 @@ class BatchSearch:
             return math.sqrt(sizes[low] * sizes[high])
         if self._predicted is not None and self._predictions < _PREDICTIONS:
             self._predictions += 1
-            # Where it says that this is the end, the next size beyond the tolerance proves it.
+            # If the prediction says that this is the end, the next size beyond the tolerance proves it.
             return max(self._predicted * _SHY, math.floor(sizes[low] / (1 - self._tolerance)) + 1)
         self._climbs += 1
         return sizes[low] * self._step(_UP, self._climbs)
@@ -122,7 +124,7 @@ class BatchSearch:
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
-    """The sizes that divide a number, ascending."""
+    """Return the divisors of a number, ascending."""
     found = {size for one in range(1, math.isqrt(number) + 1) if number % one == 0 for size in (one, number // one)}
     return sorted(size for size in found if most is None or size <= most)
 
@@ -132,16 +134,16 @@ class BatchTrial:
     """One trial.
 
     Attributes:
-        micro_batch: What was tried.
-        purpose: `search`, `verify` (more steps, for the size that won) or `speed` (smaller sizes).
-        outcome: How it ended; all but `fits` mean that this size cannot be had.
-        samples_per_s: Over all ranks, with the accumulation that keeps the global batch; longest samples included.
-        step_s: The step that goes with it.
-        peak_bytes: The most that a rank held: of torch's allocator on a GPU, of resident memory otherwise.
-        steps: Optimizer steps it took.
-        took_s: Wall time, processes included.
+        micro_batch: The size tried.
+        purpose: `search`, `verify` (more steps, for the winning size) or `speed` (smaller sizes).
+        outcome: How it ended; anything but `fits` means that this size cannot be used.
+        samples_per_s: Over all ranks, with the accumulation that keeps the global batch; including the longest samples.
+        step_s: The corresponding step time.
+        peak_bytes: Peak memory of a rank: of torch's allocator on a GPU, else resident memory.
+        steps: Number of optimizer steps.
+        took_s: Wall time, including starting the processes.
         message: What went wrong.
-        rank: Where.
+        rank: Rank on which it went wrong.
     """
 
     micro_batch: int
@@ -157,27 +159,27 @@ class BatchTrial:
 
     @property
     def fits(self) -> bool:
-        """Whether it ran to its end."""
+        """True if the trial ran to its end."""
         return self.outcome == "fits"
 
 
 @dataclass
 class BatchSizeReport:
-    """What the finder has found.
+    """The result of a batch-size search.
 
     Attributes:
-        largest: The largest micro-batch that fits, None when none does.
-        verified: Whether it went through the long trial.
+        largest: The largest micro-batch that fits; None if none does.
+        verified: True if it passed the long trial.
         fastest: The smallest micro-batch within 2% of the best rate.
-        ends_below: The smallest size that did not fit; None: the search ended at its upper end.
-        upper_end: The largest size that was allowed.
-        global_batch: What is kept by adjusting accumulation; None: it grows with the micro-batch.
+        ends_below: The smallest size that did not fit; None if the search ended at its upper end.
+        upper_end: The largest size allowed.
+        global_batch: Kept constant by adjusting accumulation; None if it grows with the micro-batch.
         world_size: Ranks of each trial.
-        limit_bytes: Memory a process could use; None where it is not known.
+        limit_bytes: Memory that a process could use; None if unknown.
         limit_name: What sets that limit.
-        guess: What the planner took for the largest.
+        guess: The planner's estimate of the largest.
         trials: All of them, in order.
-        seconds: For everything.
+        seconds: Total time.
     """
 
     name: str
@@ -202,11 +204,11 @@ class BatchSizeReport:
 
     @property
     def search_trials(self) -> int:
-        """Trials it took to find and verify the largest."""
+        """Number of trials used to find and verify the largest."""
         return sum(trial.purpose != "speed" for trial in self.trials)
 
     def choose_fastest(self) -> None:
-        """Set `fastest` from the rates that were measured; the last measurement of a size holds."""
+        """Set `fastest` from the measured rates; the last measurement of a size counts."""
         rates = {
             trial.micro_batch: trial.samples_per_s
             for trial in self.trials
@@ -217,7 +219,7 @@ class BatchSizeReport:
             self.fastest = min(size for size, rate in rates.items() if rate >= AS_FAST * best)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return JSON-ready data."""
         sizes = {name: getattr(self, name) for name in ("largest", "fastest")}
         return {
             **asdict(self),

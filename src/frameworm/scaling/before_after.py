@@ -1,4 +1,4 @@
-"""Two sweeps side by side: how much better one configuration scales than another."""
+"""Compares two sweeps: how much better one configuration scales than another."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from frameworm.records.estimate import OpenInterval
 from frameworm.records.schema import json_ready
 from frameworm.scaling.analysis import Analysis, Curve, Row
-from frameworm.scaling.points import Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,8 @@ class Side:
 
     epoch_s: float | None
     samples_per_s: float | None
-    speedup: Interval
-    efficiency: Interval
+    speedup: OpenInterval
+    efficiency: OpenInterval
     status: str  # base, excellent, good, fair, poor, negative_scaling
     val_accuracy: float | None
     cause: str | None
@@ -27,7 +27,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One world size before and after; None where a sweep has no such size."""
+    """One world size before and after; None if a sweep does not have this size."""
 
     world_size: int
     before: Side | None
@@ -35,17 +35,17 @@ class Pair:
 
     @property
     def epoch_gain(self) -> float | None:
-        """How many times shorter an epoch is."""
+        """Ratio of the epoch times: above 1 means a shorter epoch afterwards."""
         return self._ratio("epoch_s", inverse=True)
 
     @property
     def throughput_gain(self) -> float | None:
-        """How many times as many samples per second."""
+        """Ratio of the samples per second, after to before."""
         return self._ratio("samples_per_s")
 
     @property
     def speedup_gain(self) -> float | None:
-        """How many times the speedup."""
+        """Ratio of the speedups, after to before."""
         if self.before is None or self.after is None:
             return None
         return self.after.speedup.value / self.before.speedup.value
@@ -64,12 +64,12 @@ class Change:
     label: str
     mode_before: str
     mode_after: str
-    base_before: str  # a run on the smallest world size, whose config stands for all
+    base_before: str  # a run at the smallest world size, whose config represents all
     base_after: str
     pairs: tuple[Pair, ...]  # smallest world size first
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data, with the gains."""
+        """Return JSON-ready data, including the gains."""
         data: dict[str, Any] = json_ready(dataclasses.asdict(self))
         for pair, item in zip(self.pairs, data["pairs"]):
             for name in ("epoch_gain", "throughput_gain", "speedup_gain"):
@@ -80,10 +80,10 @@ class Change:
 def compare_sweeps(before: Analysis, after: Analysis) -> tuple[list[Change], list[str]]:
     """Pair the curves of two sweeps.
 
-    Curves of one data set belong together; where a data set has several, those of one name and way of scaling do.
+    Curves of the same data set are paired; if a data set has several, those with the same name and mode.
 
     Returns:
-        The pairs, and the curves that have no counterpart, in words.
+        The pairs, and descriptions of the curves without a counterpart.
     """
     left, right = list(before.curves), list(after.curves)
     found = []
@@ -108,7 +108,7 @@ def _same_work(first: Curve, second: Curve, *_: Sequence[Curve]) -> bool:
 
 
 def _only_one_of_its_data(first: Curve, second: Curve, left: Sequence[Curve], right: Sequence[Curve]) -> bool:
-    """However the two are named, there is no other that could be meant."""
+    """True if, whatever their names, each is the only curve of this data set on its side."""
     return first.dataset == second.dataset and all(
         sum(curve.dataset == first.dataset for curve in side) == 1 for side in (left, right)
     )

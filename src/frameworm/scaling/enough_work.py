@@ -1,12 +1,12 @@
-"""How much work a step needs before more devices pay: a model of one step in three numbers.
+"""How much work a step needs before more devices pay: a model of one step in three terms.
 
     step(n) = compute(samples per device) + rest + synchronisation
 
-Compute is the straight line through its times at the base's and at the larger world's batch per device, so that what
-does not shrink with the batch (launches, optimizer) is not promised away. Synchronisation is what was exposed, and
-stays as long as the gradients stay as large; the rest grows with the batch. Nothing more is taken to be hidden behind
-backward in the lower figure, two thirds of compute in the upper one. All of it is modelled, not measured:
-`frameworm predict` simulates buckets and networks.
+Compute is a straight line through its times at the base's and at the larger world's batch per device, so that costs
+that do not shrink with the batch (launches, optimizer) are kept. Synchronisation is the exposed time, which stays the
+same as long as the gradients have the same size; the rest grows with the batch. The lower estimate assumes that
+backward hides nothing more, the upper one that two thirds of compute hide communication. All of it is modelled, not
+measured: `frameworm predict` simulates buckets and networks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 from frameworm.scaling.losses import ideal_share, share_of_threads
 from frameworm.scaling.points import Point
 
-SCALES = 0.7  # efficiency that is worth proposing a change for: "good"
+SCALES = 0.7  # "good": the least efficiency worth proposing a change for
 WORTH_TELLING = 0.5
-LEAST_SPEEDUP = 1.1  # over the base; less is no reason to use more devices
+LEAST_SPEEDUP = 1.1  # over the base; less does not justify more devices
 LARGEST_FACTOR = 64
-HIDDEN_BEHIND = 2 / 3  # of compute: backward
+HIDDEN_BEHIND = 2 / 3  # of compute: the part that is backward
 
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """A step of the base and of the larger world, in seconds, or in steps of the base where seconds are unknown."""
+    """A step of the base and of the larger world, in seconds, or in base steps if seconds are unknown."""
 
     base_step: float
     base_compute: float
@@ -36,32 +36,32 @@ class StepModel:
     compute: float
     synchronisation: float
     ideal: float
-    growth: float  # of the world
+    growth: float  # ratio of the world sizes
     in_seconds: bool
-    measured: bool  # synchronisation was seen, not inferred from the times of the steps
-    fewer_threads: bool = False  # a process has fewer than one of the base had: they divide the cores among them
+    measured: bool  # synchronisation was measured, not inferred from the step times
+    fewer_threads: bool = False  # a process has fewer threads than at the base, because processes divide the cores
 
     def efficiency(self, batch: float = 1.0, work: float = 1.0, volume: float = 1.0, hidden: float = 0.0) -> float:
-        """Predicted for another configuration, against the same configuration at the base.
+        """Predict the efficiency of another configuration, relative to that configuration at the base.
 
         Args:
             batch: Factor on the batch of each device.
             work: Factor on the compute per sample.
-            volume: Factor on the gradients' bytes.
-            hidden: Share of compute behind which communication goes on.
+            volume: Factor on the gradient bytes.
+            hidden: Fraction of compute that hides communication.
         """
         before = work * self._base_compute(batch) + batch * (self.base_step - self.base_compute)
         return self.ideal * before / self.step_after(batch, work, volume, hidden)
 
     def step_after(self, batch: float = 1.0, work: float = 1.0, volume: float = 1.0, hidden: float = 0.0) -> float:
-        """Predicted time of a step of the larger world; the arguments as for `efficiency`."""
+        """Predict the step time of the larger world; the arguments are those of `efficiency`."""
         compute = work * self._compute(batch)
         exposed = max(self.synchronisation * volume - hidden * compute, 0.0)
         return compute + batch * (self.step - self.compute - self.synchronisation) + exposed
 
     @property
     def shares_something(self) -> bool:
-        """The processes share cores or a device: fewer threads each, or a part of the batch took as long as all."""
+        """True if processes share cores or a device: fewer threads each, or part of the batch takes as long as all."""
         return self.fewer_threads or (self.ideal < 1.0 and self.compute >= self.base_compute)
 
     def _compute(self, batch: float) -> float:
@@ -69,13 +69,13 @@ class StepModel:
         return self.compute + self._slope() * (batch - 1)
 
     def _base_compute(self, batch: float) -> float:
-        """The same of the base, at a multiple of its own batch."""
+        """The same for the base, at a multiple of its own batch."""
         if self.ideal >= 1.0 or self.shares_something:
             return self.base_compute * batch
         return self._compute(batch / self.ideal)
 
     def _slope(self) -> float:
-        """Compute that comes with one more batch per device; without two batches to tell, all of it does."""
+        """Compute per additional batch of each device; if it cannot be determined, all of compute."""
         if self.ideal >= 1.0 or self.shares_something:
             return self.compute
         return min((self.base_compute - self.compute) / (1 / self.ideal - 1), self.compute)
@@ -85,24 +85,24 @@ class StepModel:
 class Change:
     """Settings that are predicted to scale, by the model of this module."""
 
-    settings: Mapping[str, Any]  # knob: value; empty where the config is not known
+    settings: Mapping[str, Any]  # knob: value; empty if the config is unknown
     world_size: int
     work_factor: float  # how much more compute each device has per step
     efficiency: float
-    speedup: float  # over the base of the same changed settings
-    gain: float  # samples per second against now, at the same world size
-    gain_high: float  # where backward hides what it can
+    speedup: float  # over the base with the same changed settings
+    gain: float  # ratio of samples per second to the current ones, at the same world size
+    gain_high: float  # if backward hides as much as it can
     text: str
     basis: str = "modelled"
 
 
 def model_step(base: Point, point: Point, speedup: float) -> StepModel:
-    """The model of one pair of world sizes.
+    """Model a pair of world sizes.
 
     Args:
         base: The smaller world.
         point: The larger one.
-        speedup: Measured, of `point` over `base`.
+        speedup: Measured speedup of `point` over `base`.
     """
     ideal, growth = ideal_share(base, point), point.world_size / base.world_size
     base_step = _step_s(base)
@@ -116,7 +116,8 @@ def model_step(base: Point, point: Point, speedup: float) -> StepModel:
         compute = ideal * base_compute if exposed is None else step - exposed
     compute = min(compute, step)
     rest = max(step - compute, 0.0)
-    # Unseen synchronisation: all that the step takes beyond compute and its share of the base's other time.
+    # If synchronisation was not measured, it is what the step takes beyond compute and its part of the base's other
+    # time.
     inferred = max(rest - ideal * (unit - base_compute), 0.0)
     synchronisation = inferred if exposed is None else min(exposed, rest)
     return StepModel(
@@ -134,12 +135,12 @@ def _step_s(point: Point) -> float | None:
 
 
 def suggest_change(base: Point, point: Point, speedup: float) -> Change | None:
-    """The smallest batch that is predicted to scale, or None where no batch is.
+    """Return the smallest batch that is predicted to scale; None if no batch is.
 
     Args:
         base: The smaller world.
         point: The larger one.
-        speedup: Measured, of `point` over `base`.
+        speedup: Measured speedup of `point` over `base`.
     """
     model = model_step(base, point, speedup)
     best: tuple[float, int] | None = None
@@ -170,10 +171,10 @@ def _batch_change(model: StepModel, point: Point, factor: int) -> Change:
 
 
 def larger_model(point: Point) -> tuple[dict[str, Any], float, float] | None:
-    """Twice the width, heads and layers: the settings, and the factors on compute and on gradients.
+    """Double width, heads and layers: return the settings, and the factors on compute and on gradients.
 
-    Embeddings are sent but hardly computed with, so gradients grow less than compute. None where the config's model
-    section is not known.
+    Embeddings are sent but involve hardly any compute, so gradients grow less than compute. None if the config's model
+    section is unknown.
     """
     model = point.model
     width, layers = model.get("d_model"), model.get("num_layers")
@@ -203,7 +204,7 @@ def describe_change(
     work: float = 1.0,
     volume: float = 1.0,
 ) -> Change:
-    """A change with what the model says of it."""
+    """Return a change with the model's prediction for it."""
     efficiency = model.efficiency(batch, work, volume)
     speedup = efficiency * model.growth
     gain = model.step * batch / model.step_after(batch, work, volume)

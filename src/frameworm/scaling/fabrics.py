@@ -1,7 +1,7 @@
-"""What links give, and what a collective costs over them: alone, measured, or fast inside a node and slow between.
+"""Links and the cost of collectives over them: one kind of link, measured, or fast inside a node and slow between.
 
-A network answers how long a collective of so many bytes takes among so many ranks, in closed form: asking for thousands
-of ranks costs no more than for two. Sizes are counted as in `scaling.network`; `reduce_scatter` by the whole tensor.
+A network computes in closed form how long a collective of a given size takes, so thousands of ranks cost no more time
+than two. Sizes are counted as in `scaling.network`; for `reduce_scatter`, the whole tensor.
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ from frameworm.scaling.network import NetworkModel, bus_share, ring_steps
 
 GIGABIT = 1e9 / 8
 
-# Of a rate that somebody only names, a good and a poor installation attain so much.
+# Of a rate that the user only states, collectives in a good and in a poor installation reach these fractions.
 _NAMED_BEST, _NAMED_WORST = 1.0, 0.8
 
 
 class Network(Protocol):
-    """What lies between the ranks."""
+    """The connection between the ranks."""
 
     def seconds(self, collective: str, size_bytes: float, world_size: int) -> float:
-        """How long one collective takes."""
+        """Return how long one collective takes."""
 
     def host_seconds(self, collective: str, size_bytes: float, world_size: int) -> float:
-        """Processor time of one rank for it; on a CPU that is taken from computing."""
+        """Return the processor time of one rank for it, which on a CPU is taken from computing."""
 
     def exchange_seconds(self, collective: str, size_bytes: float, world_size: int) -> float:
-        """As `seconds`, for the exchanges of compressed gradients, which frameworm makes in its own way on gloo."""
+        """Like `seconds`, for exchanges of compressed gradients, which frameworm implements itself on gloo."""
 
     def faster(self, factor: float) -> Network:
-        """The same with links that carry so many times as much (between the nodes, where there are any)."""
+        """Return a network whose links (between nodes, if there are nodes) are faster by a factor."""
 
     def bounds(self) -> tuple[Network, Network]:
-        """The same at its better and at its worse end."""
+        """Return the network at its best and at its worst."""
 
     def describe(self) -> str:
-        """In words."""
+        """Describe the network in words."""
 
     @property
     def gbps(self) -> float | None:
-        """What a link carries in one direction (between the nodes, where there are any), in Gbit/s."""
+        """Link bandwidth in one direction (between nodes, if there are nodes), in Gbit/s."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link as it is sold, and what of it collectives attain.
+    """A link with its nominal rate, and the part of it that collectives reach.
 
     Attributes:
         bytes_per_s: In one direction.
-        latency_s: Of one message between neighbours, software included.
-        attained: Share of the rate that large collectives reach: usual, worst, best.
-        source: Where the figures come from.
+        latency_s: Of one message between neighbours, including software.
+        attained: Fraction of the rate that large collectives reach: typical, worst, best.
+        source: Where the numbers come from.
     """
 
     name: str
@@ -100,10 +100,10 @@ FABRICS: Mapping[str, Link] = {
 
 
 def find_fabric(name: str) -> Link:
-    """A preset by its name.
+    """Return a preset by its name.
 
     Raises:
-        NetworkModelError: There is none; the message lists them.
+        NetworkModelError: There is no such preset; the message lists them.
     """
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     aliases = {"nvlink": "nvlink4", "ndr": "infiniband-ndr", "hdr": "infiniband-hdr", "ethernet": "10gbe"}
@@ -115,10 +115,10 @@ def find_fabric(name: str) -> Link:
 
 @dataclass(frozen=True)
 class LinkNetwork:
-    """Rings over links that are all alike."""
+    """Rings over identical links."""
 
     link: Link
-    share: float | None = None  # of the link's rate that is attained; its usual one unless given
+    share: float | None = None  # fraction of the link's rate that is reached; default: the typical one
 
     def seconds(self, collective: str, size_bytes: float, world_size: int) -> float:
         if world_size <= 1:
@@ -153,18 +153,18 @@ class LinkNetwork:
 
 @dataclass(frozen=True)
 class MeasuredNetwork:
-    """A `network.json`; other world sizes than the measured one by the ring formulas."""
+    """A measured network (`network.json`); other world sizes are computed by the ring formulas."""
 
     model: NetworkModel
-    factor: float = 1.0  # the links carry so many times what was measured
-    stretch: float = 1.0  # times are so many times as long
+    factor: float = 1.0  # factor on the measured bandwidth
+    stretch: float = 1.0  # factor on the measured times
     _latencies: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
 
     def seconds(self, collective: str, size_bytes: float, world_size: int) -> float:
         if world_size <= 1:
             return 0.0
         if collective == "reduce_scatter":
-            # gloo makes an all_reduce of it.
+            # gloo implements it as an all_reduce.
             part = 1.0 if self.model.backend == "gloo" else 0.5
             return part * self.seconds("all_reduce", size_bytes, world_size)
         whole_s = self.model.seconds(collective, size_bytes, world_size)
@@ -216,10 +216,11 @@ class MeasuredNetwork:
 
 @dataclass(frozen=True)
 class NodesNetwork:
-    """Nodes of several ranks: what goes between them goes once per node.
+    """Nodes of several ranks; traffic between nodes is sent once per node.
 
-    An all_reduce is a reduce_scatter inside every node, an all_reduce between the nodes, and an all_gather inside; the
-    three follow one another, where NCCL may overlap them. The network between carries what all ranks of a node send.
+    An all_reduce is a reduce_scatter inside every node, an all_reduce between the nodes, and an all_gather inside. The
+    three run one after the other, although NCCL may overlap them. The network between nodes carries what all ranks of a
+    node send.
     """
 
     inside: Network

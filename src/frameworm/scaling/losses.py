@@ -1,11 +1,11 @@
-"""Where efficiency goes: what a step on many devices takes beyond its fair share, by cause.
+"""Where efficiency is lost: what a step on many devices takes beyond its ideal time, by cause.
 
-On n devices a step should take the base's time times `ideal` (base / n where the devices share one batch, 1 where each
-has its own). What it takes beyond that, as a share of the step, is exactly the efficiency that is lost:
+On n devices a step should take the base's time multiplied by `ideal` (base / n if the devices divide one batch, 1 if
+each has its own). The excess, as a fraction of the step, is exactly the lost efficiency:
 
     1 - efficiency = (step - ideal * base step) / step
 
-Each cause is its own seconds at n less its fair share of the base's. What no cause explains is `other`, so that the
+Each cause is its own seconds at n minus its ideal part of the base's. What no cause explains is `other`, so that the
 parts always add up.
 """
 
@@ -19,21 +19,21 @@ from frameworm.scaling.points import Point
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Shares of the step that are lost, adding up to `total` = 1 - efficiency; None where nobody measured.
+    """Lost fractions of the step, adding up to `total` = 1 - efficiency; None if not measured.
 
-    A part below zero gained: more devices read faster, or hold their share in a nearer cache.
+    A negative part is a gain: more devices read data faster, or their part of the work fits a closer cache.
     """
 
     total: float
-    communication: float | None  # exposed, without the wait for later ranks
+    communication: float | None  # exposed, without waiting for later ranks
     stragglers: float | None
     input: float | None  # waiting for batches and their transfer
-    smaller_batch: float | None  # compute that shrinks less than the batch of a device
+    smaller_batch: float | None  # compute that shrinks less than the batch per device
     other: float
 
     @property
     def parts(self) -> dict[str, float | None]:
-        """The parts by name, in the order they are told."""
+        """The parts by name, in the order of display."""
         return {
             "communication": self.communication,
             "stragglers": self.stragglers,
@@ -44,19 +44,19 @@ class Losses:
 
     @property
     def largest(self) -> str | None:
-        """The part that costs most, or None where nothing is lost."""
+        """The part that costs most; None if nothing is lost."""
         known_parts = {name: part for name, part in self.parts.items() if part is not None and part > 0}
         return max(known_parts, key=lambda name: known_parts[name], default=None)
 
 
 def split_losses(base: Point, point: Point, efficiency: float, step_s: float | None) -> Losses:
-    """Split what is lost between the base and a larger world.
+    """Split the loss between the base and a larger world by cause.
 
     Args:
         base: The smallest world size.
-        point: The world size judged.
-        efficiency: Of `point` against `base`.
-        step_s: Seconds of a step at `point` by the same clock as `efficiency`.
+        point: The world size to analyse.
+        efficiency: Efficiency of `point` relative to `base`.
+        step_s: Seconds of a step at `point`, by the same clock as `efficiency`.
     """
     total = 1.0 - efficiency
     if not step_s:
@@ -75,14 +75,14 @@ def split_losses(base: Point, point: Point, efficiency: float, step_s: float | N
 
 
 def ideal_share(base: Point, point: Point) -> float:
-    """What a step at `point` takes of the base's step where nothing is lost."""
+    """Ratio of the step times of `point` and `base` if nothing is lost."""
     if base.device_batch is not None and point.device_batch is not None:
         return point.device_batch / base.device_batch
     return base.world_size / point.world_size if point.mode == "strong" else 1.0
 
 
 def _sent(point: Point) -> float | None:
-    """Exposed communication without the wait for later ranks; where that wait is unknown it stays in."""
+    """Exposed communication without waiting for later ranks; an unknown wait is included."""
     exposed = point.mean("exposed_s")
     if exposed is None:
         return 0.0 if point.world_size == 1 else None
@@ -101,10 +101,11 @@ def _input(point: Point) -> float | None:
 
 
 def _smaller_batch(base: Point, point: Point, ideal: float, step_s: float) -> float | None:
-    """Launches, small matrices and the optimizer do not shrink with the batch.
+    """Loss because launches, small matrix products and the optimizer do not shrink with the batch.
 
-    A smaller batch is never slower than the whole one: what compute takes beyond the base's has another cause, such as
-    processes that share cores, and stays in `other`. So does what a process on a CPU lacks in threads against the base.
+    A smaller batch never takes longer than the whole one, so what compute takes beyond the base's has another cause,
+    such as processes that share cores, and stays in `other`. The same holds for a CPU process with fewer threads than
+    the base.
     """
     now, before = point.mean("compute_s"), base.mean("compute_s")
     if now is None or before is None:
@@ -116,7 +117,7 @@ def _smaller_batch(base: Point, point: Point, ideal: float, step_s: float) -> fl
 
 
 def share_of_threads(base: Point, point: Point) -> float:
-    """Threads of a process against one of the base: below 1 where processes on CPUs divide the cores among them."""
+    """Ratio of threads per process to the base's: below 1 if processes on CPUs divide the cores."""
     if not base.threads or not point.threads:
         return 1.0
     return min(point.threads / base.threads, 1.0)

@@ -1,4 +1,4 @@
-"""What fits: savings per ZeRO stage, the largest micro-batch, and the cheapest change that makes a setting fit."""
+"""What fits in memory: savings per ZeRO stage, the largest micro-batch, and the cheapest change that makes it fit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from frameworm.errors import ConfigError
+from frameworm.records.printable import Shown
 from frameworm.scaling.memory_model import (
     CHECKPOINTING,
     CheckpointingName,
@@ -35,25 +36,26 @@ _COSTS = {
 }
 
 
-MOST_PARAMETERS = 1e18  # a hundred thousand times those of the largest models
+MOST_PARAMETERS = 1e18  # a hundred thousand times as many as the largest models have
 
 
 def calculate_zero_savings(num_params: float, world_size: int) -> dict[str, dict[str, float]]:
-    """Bytes per device of parameters, gradients and Adam's state, by ZeRO stage; activations are not in it.
+    """Return bytes per device of parameters, gradients and Adam's state, by ZeRO stage, without activations.
 
-    As in the ZeRO paper: what is divided is divided evenly, and nothing is gathered. `frameworm memory --config` plans
-    a real run, with what this library's strategies hold besides.
+    As in the ZeRO paper: sharded tensors are divided evenly, and nothing is gathered. `frameworm memory --config` plans
+        a
+    real run, including everything that this library's strategies hold.
 
     Args:
-        num_params: Parameters of the model.
-        world_size: Devices they are spread over.
+        num_params: Number of parameters of the model.
+        world_size: Number of devices they are sharded over.
 
     Returns:
         `fp32` (4 + 4 + 8 bytes per parameter) and `mixed` (half-precision parameters and gradients; master weights and
         state in fp32: 2 + 2 + 12), each with `ddp`, `zero1`, `zero2` and `zero3`.
 
     Raises:
-        ConfigError: There are no parameters, more than any model has, or no devices.
+        ConfigError: The number of parameters is not positive or too large for any model, or there are no devices.
     """
     if not 0 < num_params <= MOST_PARAMETERS:
         raise ConfigError(
@@ -84,7 +86,7 @@ class Change:
         words: What to set.
         cost: What it costs.
         overrides: The same as `--set` arguments.
-        plan: What the device then holds.
+        plan: The resulting memory plan.
     """
 
     words: str
@@ -93,7 +95,7 @@ class Change:
     plan: MemoryPlan
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return JSON-ready data."""
         return {
             "words": self.words,
             "cost": self.cost,
@@ -102,19 +104,19 @@ class Change:
         }
 
 
-@dataclass(frozen=True)
-class MemoryReport:
-    """All that `frameworm memory --config` says.
+@dataclass(frozen=True, repr=False)
+class MemoryReport(Shown):
+    """The result of `frameworm memory --config`.
 
     Attributes:
-        plan: The setting as the config has it.
+        plan: The plan for the config's own setting.
         strategies: The same setting under each strategy that its world size allows.
-        memory_bytes: The device's memory; None where it is not known.
-        device_name: What it is.
-        largest: The largest micro-batch that fits; 0 when none does, None where the memory is not known.
-        largest_by: The same for each strategy and way of checkpointing.
-        saved_by: Share of the memory without checkpointing that each way of it saves, at the same micro-batch.
-        changes: Ways to make it fit, cheapest first; empty when it fits.
+        memory_bytes: The device's memory; None if unknown.
+        device_name: The device.
+        largest: The largest micro-batch that fits; 0 if none does, None if the memory is unknown.
+        largest_by: The same for each strategy and checkpointing mode.
+        saved_by: Fraction of the memory without checkpointing that each mode saves, at the same micro-batch.
+        changes: Ways to make it fit, cheapest first; empty if it fits.
     """
 
     name: str
@@ -132,13 +134,24 @@ class MemoryReport:
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def in_words(self) -> list[str]:
+        """What the step takes, whether it fits, and what to change if not."""
+        micro, strategy = self.plan.setting.micro_batch, self.plan.setting.strategy
+        lines = [f"MemoryReport: {self.name}, {self.plan.total / 1e9:.2f} GB at micro-batch {micro} under {strategy}"]
+        if self.memory_bytes is not None:
+            usable = capacity(self.memory_bytes, self.memory_fraction, self.plan.setting.device)
+            lines.append(f"{'fits' if self.fits else 'does not fit'} in the {usable / 1e9:.2f} GB it may use")
+        if self.largest is not None:
+            lines.append(f"largest micro-batch that fits: {self.largest}")
+        return lines + [f"to make it fit: {change.words} ({change.cost})" for change in self.changes[:3]]
+
     @property
     def fits(self) -> bool | None:
-        """Whether the setting has room; None where the memory is not known."""
+        """True if the setting fits; None if the memory is unknown."""
         return None if self.memory_bytes is None else self.plan.fits(self.memory_bytes, self.memory_fraction)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return JSON-ready data."""
         device = self.plan.setting.device
         known = self.memory_bytes is not None
         return {
@@ -161,19 +174,19 @@ class MemoryReport:
 
 
 def plan_of_count(num_params: int, setting: Setting) -> MemoryPlan:
-    """A plan without activations, for a model of which only the size is known."""
+    """Plan a model of which only the size is known, without activations."""
     nothing = StepMemory(setting.micro_batch, 0, Peak(), Peak())
     return plan_step(ModelShapes.of_count(num_params), setting, nothing)
 
 
 def largest_micro_batch(setting: Setting, memory_bytes: int, memory_fraction: float, plan_for: PlanFor) -> int:
-    """The largest micro-batch whose step fits; 0 when not even one sample does.
+    """Return the largest micro-batch whose step fits; 0 if not even one sample does.
 
     Args:
-        setting: Its micro-batch is left out of account; accumulation counts only as none or some.
-        memory_bytes: Of the device.
-        memory_fraction: Share of it that torch may take.
-        plan_for: Gives the plan of a setting; memory must not shrink with the micro-batch.
+        setting: Its micro-batch is ignored; for accumulation, only whether there is any matters.
+        memory_bytes: Memory of the device.
+        memory_fraction: Fraction of it that torch may use.
+        plan_for: Returns the plan of a setting; memory must not decrease with the micro-batch.
     """
 
     def fits(size: int) -> bool:
@@ -199,24 +212,24 @@ def ways_to_fit(
     most: int = 3,
     checkpointing: tuple[CheckpointingName, ...] = CHECKPOINTING,
 ) -> list[Change]:
-    """Changes that make a setting fit with the same global batch, cheapest first.
+    """Return changes that make a setting fit with the same global batch, cheapest first.
 
-    One change at a time comes first, in this order: a smaller micro-batch with more accumulation, selective and full
-    checkpointing, zero1, zero2, zero3; then checkpointing together with a smaller micro-batch, then all of it sharded.
+    Single changes come first, in this order: a smaller micro-batch with more accumulation, selective and full
+    checkpointing, zero1, zero2, zero3; then checkpointing with a smaller micro-batch, then everything sharded.
 
     Args:
-        setting: What does not fit.
-        memory_bytes: Of the device.
-        memory_fraction: Share of it that torch may take.
-        plan_for: Gives the plan of a setting.
-        most: Stop after so many.
-        checkpointing: The ways the model allows.
+        setting: The setting that does not fit.
+        memory_bytes: Memory of the device.
+        memory_fraction: Fraction of it that torch may use.
+        plan_for: Returns the plan of a setting.
+        most: Stop after this many.
+        checkpointing: The modes that the model allows.
     """
     found: dict[tuple[str, ...], Change] = {}
     for candidate in _candidates(setting, checkpointing):
         kind = tuple(name for name in _CHANGED if getattr(candidate, name) != getattr(setting, name))
         if any(set(earlier) <= set(kind) for earlier in found):
-            continue  # the one before changes less
+            continue  # an earlier one changes less
         plan = plan_for(candidate)
         if plan.fits(memory_bytes, memory_fraction):
             found[kind] = _describe(setting, candidate, plan)
@@ -248,7 +261,7 @@ def _candidates(setting: Setting, checkpointing: tuple[CheckpointingName, ...]) 
 
 
 def _smaller(setting: Setting) -> Iterator[Setting]:
-    """Smaller micro-batches that divide what a device does in a step, largest first."""
+    """Yield smaller micro-batches that divide a device's samples per step, largest first."""
     share = setting.micro_batch * setting.accumulation
     for size in range(setting.micro_batch - 1, 0, -1):
         if share % size == 0:

@@ -1,10 +1,11 @@
-"""More devices, less speed: why, in words, and what would scale."""
+"""Explains negative scaling (more devices, less speed): why it happens, and what would scale."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+from frameworm.records.estimate import OpenInterval
 from frameworm.records.schema import ExpectedSpeedup, Finding, Remedy
 from frameworm.scaling.enough_work import (
     LARGEST_FACTOR,
@@ -18,29 +19,31 @@ from frameworm.scaling.enough_work import Change as Change
 from frameworm.scaling.enough_work import suggest_change as suggest_change
 from frameworm.scaling.losses import Losses
 from frameworm.scaling.network import bus_share
-from frameworm.scaling.points import Interval, Point
+from frameworm.scaling.points import Point
 
-SMALL_BATCH = 16  # samples per device; below, a GPU waits for launches
+SMALL_BATCH = 16  # samples per device; with fewer, a GPU waits for launches
 SHORT_SEQUENCE = 256  # tokens
-LARGE_GRADIENTS = 100e6  # bytes; such models are not small, their network is slow
-# A part of the loss is told as a cause from here on, as a share of the whole loss.
+LARGE_GRADIENTS = 100e6  # bytes; such models are not small, so their network is slow
+# A part of the loss is reported as a cause from this fraction of the whole loss on.
 TOLD = 0.2
 _TWIN_BATCH = 4
+# Launches hardly matter for longer steps; and the factor above its ideal time from which a step is mostly launches.
+_SHORT_STEP_S, _HARDLY_SHORTER = 0.05, 1.5
 NO_CHANGE = f"; no batch up to {LARGEST_FACTOR} times as large is predicted to scale (modelled)"
 
 
 def negative_scaling(
-    base: Point, point: Point, speedup: Interval, losses: Losses, serial: Interval | None, change: Change | None
+    base: Point, point: Point, speedup: OpenInterval, losses: Losses, serial: OpenInterval | None, change: Change | None
 ) -> Finding:
-    """The finding of a world size that trains slower than its base.
+    """Build the finding for a world size that trains slower than its base.
 
     Args:
         base: The base.
         point: The larger world.
         speedup: Below 1.
-        losses: Of `point`.
+        losses: Losses of `point`.
         serial: Amdahl's fraction over all world sizes.
-        change: What is predicted to scale, if anything.
+        change: A change that is predicted to scale, if any.
     """
     assert speedup.value < 1.0, speedup
     model = model_step(base, point, speedup.value)
@@ -81,9 +84,9 @@ def negative_scaling(
 
 
 def causes_of(base: Point, point: Point, losses: Losses, model: StepModel) -> dict[str, str]:
-    """The causes of what a world size loses, each in words, the one that costs most first.
+    """Return the causes of a world size's losses by name, each in words, the costliest first.
 
-    Where communication was not measured, all that a step takes beyond its fair share of compute counts as such.
+    If communication was not measured, everything that a step takes beyond its ideal compute counts as communication.
     """
     found: list[tuple[float, dict[str, str]]] = []
     if losses.stragglers is not None and _told(losses.stragglers, losses):
@@ -107,7 +110,7 @@ def causes_of(base: Point, point: Point, losses: Losses, model: StepModel) -> di
         lost = losses.total if losses.communication is None else losses.communication + (losses.smaller_batch or 0.0)
         found.append((lost, _too_little_work(base, point, model)))
     if not found:
-        return {"unexplained": "no phase explains it: the lost time lies outside of what was measured"}
+        return {"unexplained": "no phase explains it: the lost time is outside what was measured"}
     causes: dict[str, str] = {}
     for _, texts in sorted(found, key=lambda item: -item[0]):
         causes.update(texts)
@@ -123,7 +126,7 @@ def _told(part: float | None, losses: Losses) -> bool:
 
 
 def _too_little_work(base: Point, point: Point, model: StepModel) -> dict[str, str]:
-    """Compute per step is samples x tokens x parameters: whichever is small is named."""
+    """Name what is small: compute per step is samples x tokens x parameters."""
     causes: dict[str, str] = {}
     sent = point.sent_bytes
     small_step = model.base_step < model.synchronisation
@@ -146,8 +149,10 @@ def _too_little_work(base: Point, point: Point, model: StepModel) -> dict[str, s
     return causes
 
 
-def cause_in_words(base: Point, point: Point, model: StepModel, causes: dict[str, str], serial: Interval | None) -> str:
-    """One paragraph: compute per step against gradient volume against bandwidth, then the causes."""
+def cause_in_words(
+    base: Point, point: Point, model: StepModel, causes: dict[str, str], serial: OpenInterval | None
+) -> str:
+    """Explain in one paragraph: compute per step, gradient volume and bandwidth, then the causes."""
     sent, speed = point.sent_bytes, _bus_bytes_per_s(point, model)
     seen = "" if model.measured else "about "
     volume = "" if sent is None else f" of {_size(sent)} of gradients"
@@ -171,6 +176,14 @@ def _remedies(base: Point, point: Point, model: StepModel, change: Change | None
     if change is not None:
         knob, value = next(iter(change.settings.items()), ("", None))
         found.append(Remedy(knob, value, change.text))
+    if point.launches_steps and _waits_for_launches(model):
+        text = (
+            f"replay the whole step, collectives included, as one CUDA graph: {point.device_batch} samples compute for "
+            f"{_time(model, model.compute)} where a fair share of the larger batch takes "
+            f"{_time(model, model.ideal * model.base_compute)}, so most of it waits for launches; only computing gets "
+            "shorter by that, so try it on fewer devices too"
+        )
+        found.append(Remedy("gpu.capture", "step", text))
     if model.shares_something and point.mean("compute_s") is not None:
         found.append(
             Remedy("", None, f"give each process cores or a device of its own: now they share {_shared(point)}")
@@ -187,8 +200,14 @@ def _remedies(base: Point, point: Point, model: StepModel, change: Change | None
     return found
 
 
+def _waits_for_launches(model: StepModel) -> bool:
+    """True if a step is short and a smaller batch hardly makes it shorter, so that the rest is the host's work."""
+    fair = model.ideal * model.base_compute
+    return model.in_seconds and model.compute < _SHORT_STEP_S and model.compute > _HARDLY_SHORTER * fair
+
+
 def _bus_bytes_per_s(point: Point, model: StepModel) -> float | None:
-    """What each link of a ring carried while the step waited for it; more of it may have been hidden."""
+    """Bandwidth of each link of a ring while the step waited for it; more data may have been sent while hidden."""
     total = point.mean("communication_s")
     seconds = total or (model.synchronisation if model.in_seconds else None)
     if not seconds or point.sent_bytes is None:

@@ -1,8 +1,8 @@
-"""What a network gives: seconds per collective and size, from measured points.
+"""Network model: seconds per collective and size, from measured points.
 
-Sizes are counted as nccl-tests counts them, in bytes of the whole: `all_reduce` and `broadcast` the tensor,
-`all_gather` the gathered result, `all_to_all` what one rank hands out. Between measured sizes time is linear in bytes.
-Below the smallest it is that of the smallest; beyond the largest it goes on with the last slope.
+Sizes are counted as in nccl-tests, in bytes of the whole: for `all_reduce` and `broadcast` the tensor, for `all_gather`
+the gathered result, for `all_to_all` what one rank sends. Between measured sizes, time is linear in bytes. Below the
+smallest it is that of the smallest; beyond the largest it continues with the last slope.
 
 Other world sizes than the measured one follow the ring algorithms. A collective of S bytes among n ranks takes
 
@@ -13,9 +13,10 @@ Other world sizes than the measured one follow the ring algorithms. A collective
     all_to_all   steps   n-1    share  (n-1)/n
     broadcast    steps   n-1    share  1
 
-with a the time of one step and b the bus bandwidth, what each link carries. Measured times are cut into latency and
-transfer, and each part is scaled by the ratio of steps or shares. Trees, links of different speed (GPUs of one node
-against nodes) and more traffic in one switch are not in these formulas: far from the measured world size, measure.
+where a is the time of one step and b the bus bandwidth, which each link carries. Measured times are divided into
+latency and transfer, and each part is scaled by the ratio of steps or shares. The formulas do not cover trees, links of
+different speed (GPUs of one node against nodes) or more traffic in one switch: far from the measured world size,
+measure.
 """
 
 from __future__ import annotations
@@ -36,26 +37,26 @@ from frameworm.records.statistics import percentile
 SCHEMA_VERSION = 1
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "broadcast")
 
-# Up to here the time of a message is taken to be all latency.
+# Up to this size, the time of a message counts as latency only.
 _SMALL_BYTES = 4096
-# The bandwidth is fitted over sizes down to this part of the largest.
+# The bandwidth is fitted over sizes down to this fraction of the largest.
 _LARGE_SHARE = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkPoint:
-    """One size of one collective: the spread of its times, each the slowest rank's."""
+    """One size of one collective: the spread of its times, each that of the slowest rank."""
 
     size_bytes: int
     median_s: float
     q1_s: float
     q3_s: float
     repetitions: int
-    cpu_s: float | None = None  # processor time of a rank, all its threads; None where nobody looked
+    cpu_s: float | None = None  # processor time of a rank, all threads; None if not measured
 
     @classmethod
     def from_times(cls, size_bytes: int, times_s: Sequence[float], cpu_times_s: Sequence[float] = ()) -> NetworkPoint:
-        """Sum repetitions up."""
+        """Summarise repetitions."""
         ordered = sorted(times_s)
         return cls(
             size_bytes,
@@ -69,14 +70,14 @@ class NetworkPoint:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveFit:
-    """A collective in two numbers: a latency, and the bandwidth at which large sizes grow."""
+    """A collective in two numbers: a latency, and the bandwidth for large sizes."""
 
     latency_s: float
-    bytes_per_s: float | None  # None where no two sizes show a growth
+    bytes_per_s: float | None  # None if time does not grow with size
 
 
 def bus_share(collective: str, world_size: int) -> float:
-    """Bytes that each link carries per byte of the collective's size, in a ring of that many ranks."""
+    """Return the bytes that each link carries per byte of the collective's size, in a ring of that many ranks."""
     _known(collective)
     if world_size <= 1:
         return 0.0
@@ -85,18 +86,18 @@ def bus_share(collective: str, world_size: int) -> float:
 
 
 def ring_steps(collective: str, world_size: int) -> int:
-    """Messages that follow one another in a ring of that many ranks."""
+    """Return the number of consecutive messages in a ring of that many ranks."""
     _known(collective)
     return (2 if collective == "all_reduce" else 1) * max(0, world_size - 1)
 
 
 def fit(points: Sequence[NetworkPoint]) -> CollectiveFit:
-    """Latency from the small sizes, bandwidth by least squares over the large ones.
+    """Fit the latency from the small sizes, and the bandwidth by least squares over the large ones.
 
-    Latency is the quickest median among sizes up to 4 KiB, which carry next to nothing; where none is that small, the
-    smallest size's without its transfer. The line through the large sizes (a sixteenth of the largest and more, at
-    least the two largest) has its own intercept, so that what passes at once after a pause does not count as bandwidth.
-    Errors count relative to the time, as they grow with it.
+    The latency is the shortest median among sizes up to 4 KiB, whose transfer is negligible; if no size is that small,
+    it is the smallest size's time without its transfer. The line through the large sizes (a sixteenth of the largest
+    and more, at least the two largest) has its own intercept, so that a burst after a pause does not count as
+    bandwidth. Errors are relative, because they grow with the time.
     """
     large = [point for point in points if point.size_bytes >= points[-1].size_bytes * _LARGE_SHARE]
     if len(large) < 2:
@@ -110,7 +111,7 @@ def fit(points: Sequence[NetworkPoint]) -> CollectiveFit:
 
 
 def _slope(points: Sequence[NetworkPoint]) -> float | None:
-    """Seconds per byte, or None where time does not grow with size."""
+    """Seconds per byte; None if time does not grow with size."""
     if len(points) < 2:
         return None
     weights = [1 / point.median_s**2 for point in points]
@@ -129,12 +130,12 @@ class NetworkModel:
     """Measured times of collectives between the ranks of one job.
 
     Attributes:
-        points: By collective, sizes ascending.
-        world_size: Ranks that took part.
-        hosts: Machines they were on, as the network sees them.
+        points: By collective, in ascending sizes.
+        world_size: Number of ranks.
+        hosts: Number of machines, as the network sees them.
         backend: gloo or nccl.
-        device: Where the tensors were: cpu or cuda.
-        environment: The fingerprint of what it was measured on.
+        device: Device of the tensors: cpu or cuda.
+        environment: Fingerprint of the hardware and software measured on.
     """
 
     points: Mapping[str, tuple[NetworkPoint, ...]]
@@ -156,12 +157,12 @@ class NetworkModel:
                 raise NetworkModelError(f"times of {collective} must be positive numbers of seconds")
 
     def seconds(self, collective: str, size_bytes: float, world_size: int | None = None) -> float:
-        """How long a collective of that size takes.
+        """Return how long a collective of that size takes.
 
         Args:
             collective: all_reduce, all_gather, all_to_all or broadcast.
-            size_bytes: As counted in the module's first lines.
-            world_size: Another number of ranks than was measured, by the ring formulas.
+            size_bytes: Counted as in the module docstring.
+            world_size: Number of ranks if it is not the measured one; computed by the ring formulas.
 
         Raises:
             NetworkModelError: The collective is unknown or was not measured.
@@ -177,7 +178,7 @@ class NetworkModel:
         return latency_s * steps + (measured_s - latency_s) * share
 
     def host_seconds(self, collective: str, size_bytes: float, world_size: int | None = None) -> float:
-        """Processor time that a collective takes on a rank; 0 where that was not measured."""
+        """Return the processor time of a collective on a rank; 0 if it was not measured."""
         seen = [point for point in self.points.get(collective, ()) if point.cpu_s is not None]
         if not seen:
             return 0.0
@@ -186,20 +187,20 @@ class NetworkModel:
         return _interpolate(taken, size_bytes) * share
 
     def fit(self, collective: str) -> CollectiveFit:
-        """Latency and bandwidth of a collective (bytes of its size per second)."""
+        """Return latency and bandwidth of a collective (bytes of its size per second)."""
         return fit(self._of(collective))
 
     def latency_s(self, collective: str = "all_reduce") -> float:
-        """Time of a collective that carries next to nothing."""
+        """Return the time of a collective that carries next to nothing."""
         return self.fit(collective).latency_s
 
     def bus_bytes_per_s(self, collective: str = "all_reduce") -> float | None:
-        """What each link carries while a large collective runs; comparable between collectives and with the link."""
+        """Return each link's bandwidth during a large collective; it is comparable across collectives."""
         rate = self.fit(collective).bytes_per_s
         return None if rate is None else rate * bus_share(collective, self.world_size)
 
     def summary(self) -> dict[str, dict[str, float | None]]:
-        """By collective: latency_us, bandwidth_gbps (of its size) and bus_bandwidth_gbps (of a link), in Gbit/s."""
+        """Return latency_us, bandwidth_gbps (of the size) and bus_bandwidth_gbps (of a link) of each collective."""
         found: dict[str, dict[str, float | None]] = {}
         for collective in self.points:
             numbers = self.fit(collective)
@@ -211,7 +212,7 @@ class NetworkModel:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of `network.json`."""
+        """Return the content of `network.json`."""
         return {
             "schema_version": SCHEMA_VERSION,
             "world_size": self.world_size,
@@ -225,7 +226,7 @@ class NetworkModel:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> NetworkModel:
-        """Read what `to_dict` gave; the summary is worked out anew.
+        """Read what `to_dict` returned; the summary is computed again.
 
         Raises:
             NetworkModelError: Something is missing, malformed, or from a later version.
@@ -272,7 +273,7 @@ class NetworkModel:
         """Read a `network.json`.
 
         Raises:
-            NetworkModelError: It is missing or does not hold a network.
+            NetworkModelError: The file is missing or does not contain a network.
         """
         try:
             data = read_json(path)
@@ -302,7 +303,7 @@ def _known(collective: str) -> None:
 def _interpolate(points: Sequence[NetworkPoint], size_bytes: float) -> float:
     first, last = points[0], points[-1]
     if size_bytes <= first.size_bytes or len(points) == 1:
-        # A single size says nothing about growth; taking all of its time for transfer never promises too much.
+        # A single size shows no growth; counting all of its time as transfer is never too optimistic.
         return first.median_s * max(1.0, size_bytes / max(1, first.size_bytes))
     if size_bytes > last.size_bytes:
         before = points[-2]
@@ -317,5 +318,5 @@ def _interpolate(points: Sequence[NetworkPoint], size_bytes: float) -> float:
 
 
 def _rounded(value: float | None, scale: float) -> float | None:
-    """Four digits are more than a network repeats."""
+    """Round to four digits, more than a network reproduces."""
     return None if value is None else float(f"{value * scale:.4g}")

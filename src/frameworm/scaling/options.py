@@ -1,4 +1,4 @@
-"""From the options of `frameworm predict` to a prediction: which run, which network, which settings."""
+"""Turns the options of `frameworm predict` into a prediction: which run, which network, which settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from frameworm.scaling.profile import Source, from_figures, load_case, load_run,
 from frameworm.scaling.simulate import Setting
 from frameworm.scaling.traffic import METHODS, Codec
 
-# From a source, topk's ratio and powersgd's rank to the seconds per value of each codec.
+# Maps a source, topk's ratio and powersgd's rank to each codec's seconds per value.
 CodecCosts = Callable[[Source, float, int], dict[str, float]]
 _STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
@@ -50,13 +50,13 @@ def make_prediction(
     gradient_mb: float | None = None,
     codec_costs: CodecCosts | None = None,
 ) -> Prediction:
-    """Predict by the options of `frameworm predict`, which have the same names.
+    """Predict from the options of `frameworm predict`, which have the same names.
 
     Args:
         codec_costs: Times the codecs on this machine; None: coding costs nothing.
 
     Raises:
-        ConfigError: Options that contradict each other, or are missing.
+        ConfigError: Options are missing or contradict each other.
     """
     source = _source(run, case, compute_ms, gradient_mb)
     between = _network(source, network, bandwidth_gbps, latency_us, fabric, links_per_node)

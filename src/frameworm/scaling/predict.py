@@ -1,8 +1,8 @@
 """How far a training will scale: from the step of one device and a network to a table for many.
 
-An interval is what comes out with every input at its better and at its worse end: the spread of the measured steps (at
-best the ranks are slow together and nobody waits), of the network, and, where it was not seen when gradients are ready,
-all of them only at the end of backward.
+An interval is the result with every input at its better and at its worse end: the spread of the measured steps (at best
+the ranks are slow at the same time and none waits), of the network, and, if it was not measured when gradients are
+ready, all of them at the end of backward.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from frameworm.errors import ConfigError
+from frameworm.records.estimate import Interval
+from frameworm.records.printable import Shown, speedup_in_words
 from frameworm.scaling.fabrics import Network
 from frameworm.scaling.profile import Source, all_at_the_end
 from frameworm.scaling.simulate import Setting, StepProfile, Timeline, simulate_step
@@ -22,44 +24,35 @@ from frameworm.scaling.traffic import ONLY_ROUNDING
 SCHEMA_VERSION = 1
 MOST_RANKS = 65_536
 EXCELLENT, GOOD, FAIR = 0.85, 0.7, 0.5
-HELPS = 1.05  # a change that gains less is not worth making
-_WIDEST = 1e6  # bandwidths are looked for up to so many times what there is
+HELPS = 1.05  # a smaller gain does not justify a change
+_WIDEST = 1e6  # search for bandwidths up to this factor of the present one
 _HALVINGS = 60
 
-# Nothing is known about how a smaller batch shortens a step: taken in the middle, with everything possible between.
+# How much a smaller batch shortens a step is unknown: assume the middle, with an interval of everything possible.
 _FIXED_SHARE = (0.5, 0.0, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """A figure and the interval around it."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is predicted for one number of ranks."""
+    """The prediction for one number of ranks."""
 
     world_size: int
-    step_s: Range
-    speedup: Range
-    efficiency: Range
+    step_s: Interval[float]
+    speedup: Interval[float]
+    efficiency: Interval[float]
     compute_s: float
     communication_s: float
     exposed_s: float
     straggler_s: float
-    sent_bytes: float  # by one rank in a step
+    sent_bytes: float  # by one rank per step
     samples_per_s: float | None
     global_batch: int | None
-    gpu_hours: float | None  # of the whole training: as many samples as the run's
+    gpu_hours: float | None  # for the whole training: as many samples as the run's
     cost: float | None
 
     @property
     def status(self) -> str:
-        """In a word."""
+        """The grade in one word."""
         if self.world_size > 1 and self.speedup.value < 1:
             return "negative_scaling"
         named = ((EXCELLENT, "excellent"), (GOOD, "good"), (FAIR, "fair"))
@@ -68,18 +61,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Change:
-    """Something else to do, and how many times as fast that is predicted to be."""
+    """A change to make, and its predicted speedup."""
 
     knob: str
     value: Any
     text: str
     gain: float
-    kind: str  # same: the same mathematics; rounds; batch: another global batch; approximate; money
+    kind: str  # same: same numerics; rounds; batch: another global batch; approximate; money
 
 
 @dataclass(frozen=True)
 class BreakEven:
-    """At which bandwidth so many ranks reach an efficiency, in times of what there is; None: at none."""
+    """The bandwidth, relative to the present one, at which this many ranks reach an efficiency; None if none does."""
 
     world_size: int
     efficiency: float
@@ -87,9 +80,9 @@ class BreakEven:
     text: str
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """All that is predicted; `to_dict` is what `--json` prints."""
+@dataclass(frozen=True, repr=False)
+class Prediction(Shown):
+    """The whole prediction; `to_dict` is what `--json` prints."""
 
     source: str
     scaling: str
@@ -98,14 +91,23 @@ class Prediction:
     compression: str
     rows: tuple[Row, ...]
     break_even: tuple[BreakEven, ...] = ()
-    reach: dict[str, int | None] = field(default_factory=dict)  # by status, the most ranks that still have it
+    reach: dict[str, int | None] = field(default_factory=dict)  # by grade, the most ranks that still have it
     changes: tuple[Change, ...] = ()
     cheapest: Change | None = None
     unknown: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
+    def in_words(self) -> list[str]:
+        """The speed-up and efficiency on each number of ranks."""
+        lines = [f"Prediction: {self.strategy}, {self.scaling} scaling, over {self.network}"]
+        for row in self.rows:
+            gain, ranks = row.speedup, "1 rank" if row.world_size == 1 else f"{row.world_size} ranks"
+            told = speedup_in_words(gain.value, gain.low, gain.high)
+            lines.append(f"{ranks}: {told}, efficiency {row.efficiency.value:.0%}, {row.status}")
+        return lines
+
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready data."""
+        """Return JSON-ready data."""
         data = dataclasses.asdict(self)
         for row, item in zip(self.rows, data["rows"]):
             item["status"] = row.status
@@ -117,10 +119,10 @@ class Predictor:
 
     Args:
         source: The step of one device.
-        network: What will lie between the ranks.
-        setting: How they will work together.
-        scaling: `strong`: the global batch stays and is divided. `weak`: every device keeps the batch that was
-            measured, the global batch grows.
+        network: The connection between the ranks.
+        setting: How the ranks will work together.
+        scaling: `strong`: the global batch is kept and divided. `weak`: every device keeps the measured batch, so the
+            global batch grows.
         price_per_hour: Of one device.
     """
 
@@ -142,25 +144,26 @@ class Predictor:
         self._better, self._worse = network.bounds()
 
     def timeline(self, world_size: int) -> Timeline:
-        """The simulated step of so many ranks."""
+        """Simulate a step with this many ranks."""
         return simulate_step(self._profile(world_size), self._setting, self._network, world_size)
 
     def speedup(self, world_size: int, network: Network | None = None, setting: Setting | None = None) -> float:
-        """Samples per second against one device."""
+        """Return the samples per second relative to one device."""
         return self._speedup(self._source.profile, world_size, network or self._network, setting or self._setting, 0)
 
     def row(self, world_size: int) -> Row:
-        """Everything about so many ranks."""
+        """Return the full prediction for this many ranks."""
         source, setting = self._source, self._setting
         timeline = self.timeline(world_size)
         low, high = (source.profile.stretched(1 + sign * source.uncertainty) for sign in (-1, 1))
-        alike = replace(low, step_times_s=())  # at best the ranks are slow together, and nobody waits
+        alike = replace(low, step_times_s=())  # at best all ranks are slow at the same time, and none waits
         late = high if source.overlap_measured else all_at_the_end(high)
         late_low = low if source.overlap_measured else all_at_the_end(low)
         quickest_s = simulate_step(self._divided(alike, world_size, 1), setting, self._better, world_size).step_s
         slowest_s = simulate_step(self._divided(late, world_size, 2), setting, self._worse, world_size).step_s
         speedup = self.speedup(world_size)
-        # More computing hides more, and whatever it is both sides have it: the speedup's ends are not the step's.
+        # More compute hides more communication, and both sides have it, so the speedup's ends are not those of the
+        # step.
         ends = [
             self._speedup(alike, world_size, self._better, setting, 1),
             self._speedup(replace(high, step_times_s=()), world_size, self._better, setting, 1),
@@ -175,9 +178,9 @@ class Predictor:
         per_step = None if source.samples is None else source.samples * self._samples_factor(world_size)
         return Row(
             world_size,
-            Range(timeline.step_s, min(timeline.step_s, quickest_s), max(timeline.step_s, slowest_s)),
-            Range(speedup, worst, best),
-            Range(speedup / world_size, worst / world_size, best / world_size),
+            Interval(timeline.step_s, min(timeline.step_s, quickest_s), max(timeline.step_s, slowest_s)),
+            Interval(speedup, worst, best),
+            Interval(speedup / world_size, worst / world_size, best / world_size),
             timeline.compute_s,
             timeline.communication_s,
             timeline.exposed_s,
@@ -190,10 +193,10 @@ class Predictor:
         )
 
     def predict(self, world_sizes: Sequence[int]) -> Prediction:
-        """The whole answer.
+        """Return the whole prediction.
 
         Raises:
-            ConfigError: A world size makes no sense.
+            ConfigError: A world size is invalid.
         """
         if not world_sizes or not all(1 <= size <= MOST_RANKS for size in world_sizes):
             raise ConfigError(f"world sizes are numbers from 1 to {MOST_RANKS}, such as 1,2,4,8")
@@ -217,7 +220,7 @@ class Predictor:
         )
 
     def changes(self, world_size: int) -> list[Change]:
-        """Other settings at so many ranks, cheapest kind first, each with what it would gain."""
+        """Return other settings at this many ranks with their gains, cheapest kind of change first."""
         now = self.speedup(world_size)
         setting, source, found = self._setting, self._source, []
 
@@ -265,7 +268,7 @@ class Predictor:
         return self._divided(self._source.profile, world_size, 0)
 
     def _divided(self, profile: StepProfile, world_size: int, end: int) -> StepProfile:
-        """What each of the ranks does; `end` picks the usual (0), the better (1) or the worse (2) assumption."""
+        """Work of each rank; `end` selects the typical (0), the better (1) or the worse (2) assumption."""
         if self._scaling == "weak" or world_size == 1:
             return profile
         if profile.accumulation >= world_size:  # fewer micro-batches each; a remainder costs one more
@@ -275,7 +278,7 @@ class Predictor:
         return replace(profile.with_share_of_batch(share, fixed), accumulation=1)
 
     def _break_even(self, world_size: int) -> BreakEven:
-        """The bandwidth for a speedup above 1 where there is none, else the one for an efficiency of 0.85."""
+        """Bandwidth for a speedup above 1 if there is none now, else for an efficiency of 0.85."""
         least = 1 / world_size if self.speedup(world_size) < 1 else EXCELLENT
         factor = _smallest(lambda value: self.speedup(world_size, self._network.faster(value)) / world_size >= least)
         goal = "to be faster than one" if least < EXCELLENT else "for an efficiency of 85%"
@@ -288,7 +291,7 @@ class Predictor:
         return BreakEven(world_size, least, factor, text)
 
     def _reach(self, least: float) -> int | None:
-        """The most ranks, in powers of two, up to which the efficiency holds."""
+        """Largest number of ranks, in powers of two, up to which the efficiency holds."""
         reached, size = None, 2
         while size <= MOST_RANKS and self.speedup(size) / size >= least:
             reached, size = size, size * 2
@@ -299,11 +302,11 @@ class Predictor:
         found = list(source.unknown)
         method = setting.codec.method
         if not setting.codec.seconds_per_value:
-            found.append("what compressing costs (no codec was measured): taken as nothing, so gains are upper bounds")
+            found.append("what compressing costs (no codec was measured): assumed zero, so gains are upper bounds")
         elif method != "off" and method not in setting.codec.seconds_per_value:
-            found.append(f"what compressing by {method} costs: taken as nothing")
+            found.append(f"what compressing by {method} costs: assumed to be zero")
         if self._scaling == "strong" and source.fixed_share is None:
-            found.append("how much quicker a smaller batch is: half of it is taken to shrink, intervals span all of it")
+            found.append("how much faster a smaller batch is: half is assumed to shrink, intervals allow for all of it")
         if self._scaling == "weak":
             found.append("what the larger global batch does to learning")
         found += [
@@ -311,13 +314,13 @@ class Predictor:
             "whether the memory suffices (`frameworm memory` plans it)",
             "latency: its terms were never checked against links with added delay",
             "trees and in-network reduction (NCCL may beat a ring at many ranks), and traffic of others",
-            "whether steps are slow on all ranks together: they are taken to be slow by chance, each on its own",
+            "whether steps are slow on all ranks together: they are assumed to be slow independently",
         ]
         return tuple(found)
 
 
 def cheapest(changes: Sequence[Change]) -> Change | None:
-    """Of the first kind that helps, the smallest change with nearly all that this kind gains."""
+    """Return, of the first kind that helps, the smallest change with nearly all of that kind's gain."""
     for kind in dict.fromkeys(change.kind for change in changes):
         helping = [change for change in changes if change.kind == kind and change.gain >= HELPS]
         if helping:
@@ -327,7 +330,7 @@ def cheapest(changes: Sequence[Change]) -> Change | None:
 
 
 def _smallest(holds: Callable[[float], bool]) -> float | None:
-    """The smallest factor for which it holds, for something that holds for all larger ones."""
+    """Find the smallest factor for which `holds` is true, if it is true for all larger ones."""
     if not holds(_WIDEST):
         return None
     low, high = -math.log(_WIDEST), math.log(_WIDEST)

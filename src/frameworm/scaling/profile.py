@@ -1,4 +1,4 @@
-"""The step of one device as a prediction needs it: from a run's folder, a small JSON file, or figures by hand."""
+"""The step of one device, as input of a prediction: from a run's folder, a small JSON file, or numbers by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from frameworm.scaling.network import bus_share
 from frameworm.scaling.simulate import StepProfile
 from frameworm.scaling.traffic import Gradient
 
-# Backward is about twice forward: two products of matrices for each one.
+# Backward takes about twice as long as forward: two matrix products for each one.
 FORWARD_SHARE = 1 / 3
 _PIECES = 64
 _NOT_COMPUTE = ("checkpoint", "validation", "communication_exposed")
@@ -31,17 +31,17 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Source:
-    """A profile, how sure it is, and what it is of.
+    """A step profile, its uncertainty and its origin.
 
     Attributes:
-        uncertainty: Half the width of the 95% interval of the step time, as a share of it.
-        overlap_measured: Whether it was seen when the gradients are there, or is assumed.
-        fixed_share: Of forward and backward, the part that a smaller batch does not shorten: usual, least, most; None
-            where nobody knows.
-        steps: Of the whole training, for its cost.
-        samples: In one step of one device.
-        world_size: Of the run that was measured.
-        unknown: What could not be learned from it, in words.
+        uncertainty: Half the width of the 95% interval of the step time, as a fraction of it.
+        overlap_measured: True if the times when gradients are ready were measured, not assumed.
+        fixed_share: Fraction of forward and backward that a smaller batch does not shorten: typical, least, most; None
+            if unknown.
+        steps: Steps of the whole training, to compute its cost.
+        samples: Samples per step on one device.
+        world_size: World size of the measured run.
+        unknown: What could not be determined, in words.
     """
 
     profile: StepProfile
@@ -55,20 +55,20 @@ class Source:
     device: str | None = None
     on_cpu: bool = False
     unknown: tuple[str, ...] = ()
-    sync: tuple[float, int] | None = None  # seconds that all gradients take, and between how many ranks
+    sync: tuple[float, int] | None = None  # seconds to synchronise all gradients, and the number of ranks
 
     def on_one_device(self) -> Source:
-        """The whole global batch on one device: the measured micro-batches of all ranks, one after the other."""
+        """Return the whole global batch on one device: the measured micro-batches of all ranks, one after the other."""
         profile = replace(self.profile, accumulation=self.profile.accumulation * self.world_size)
         samples = None if self.samples is None else self.samples * self.world_size
         return replace(self, profile=profile, samples=samples, world_size=1)
 
 
 def load_run(path: str | Path) -> Source:
-    """The profile of a stored run.
+    """Load the profile of a stored run.
 
     Raises:
-        RunFolderError: There is no such run, or it has no step to go by.
+        RunFolderError: There is no such run, or it has no measured step.
     """
     folder = RunFolder.open(path)
     record = folder.read_summary()
@@ -80,13 +80,13 @@ def load_run(path: str | Path) -> Source:
 def from_record(
     record: RunRecord, gradients: GradientTimes | None, times: Sequence[float] = (), name: str | None = None
 ) -> Source:
-    """The profile of a run from its record.
+    """Make the profile of a run from its record.
 
     Args:
-        record: What `summary.json` holds.
-        gradients: What `gradients.json` holds, if there is one.
-        times: Of single steps, without validation, checkpoints and exposed communication.
-        name: What to call it.
+        record: Content of `summary.json`.
+        gradients: Content of `gradients.json`, if there is one.
+        times: Times of single steps, without validation, checkpoints and exposed communication.
+        name: Name for messages.
     """
     unknown = []
     step_s = record.throughput.step_s
@@ -133,9 +133,9 @@ def from_record(
 def _gradients(
     record: RunRecord, times: GradientTimes | None, backward_s: float, unknown: list[str]
 ) -> tuple[tuple[Gradient, ...], bool]:
-    """The gradients with the times they are there, and whether those were seen."""
+    """Gradients with the times at which they are ready, and whether those were measured."""
     if times is not None and times.measured and times.backward_s:
-        stretch = backward_s / times.backward_s  # the few steps looked at against the mean of all
+        stretch = backward_s / times.backward_s  # scales the few measured steps to the mean of all
         return tuple(
             Gradient(
                 item.size_bytes,
@@ -165,7 +165,7 @@ def _gradients(
 
 
 def spread_evenly(sizes: Sequence[tuple[int, tuple[int, ...]]], backward_s: float) -> tuple[Gradient, ...]:
-    """Gradients in the order of backward, each as long in coming as it is large."""
+    """Place gradients in the order of backward, each taking time in proportion to its size."""
     total = sum(size for size, _ in sizes) or 1
     found, sent = [], 0
     for size, shape in sizes:
@@ -176,7 +176,7 @@ def spread_evenly(sizes: Sequence[tuple[int, tuple[int, ...]]], backward_s: floa
 
 
 def all_at_the_end(profile: StepProfile) -> StepProfile:
-    """The same with nothing to hide communication behind."""
+    """Return the profile with all gradients ready at the end, so that nothing hides communication."""
     late = tuple(replace(item, ready_s=profile.backward_s) for item in profile.gradients)
     return replace(profile, gradients=late)
 
@@ -197,7 +197,7 @@ def _scaled(phases: Mapping[str, float], level_s: float) -> dict[str, float]:
 
 
 def _uncertainty(times: Sequence[float]) -> float:
-    """By means of a few stretches of the run, since neighbouring steps are alike; 5% where there are too few."""
+    """Uncertainty from means over parts of the run, since neighbouring steps are correlated; 5% with too few steps."""
     if len(times) < 2 * _CHUNKS:
         return 0.05
     size = len(times) // _CHUNKS
@@ -226,10 +226,10 @@ _CASE_KEYS = {
 
 
 def load_case(path: Path) -> Source:
-    """A profile from a JSON file that somebody wrote.
+    """Load a profile from a JSON file written by hand.
 
     Raises:
-        ConfigError: It cannot be read, or a key is unknown or makes no sense.
+        ConfigError: The file cannot be read, or a key is unknown or invalid.
     """
     try:
         data = read_json(path)
@@ -241,10 +241,10 @@ def load_case(path: Path) -> Source:
 
 
 def from_figures(figures: Mapping[str, Any]) -> Source:
-    """A profile from figures by hand; the keys are those of a case file.
+    """Make a profile from numbers given by hand; the keys are those of a case file.
 
     Raises:
-        ConfigError: A key is unknown, missing or makes no sense.
+        ConfigError: A key is unknown, missing or invalid.
     """
     unknown_keys = sorted(set(figures) - set(_CASE_KEYS))
     if unknown_keys:
@@ -290,7 +290,7 @@ def from_figures(figures: Mapping[str, Any]) -> Source:
 
 
 def network_of(source: Source) -> LinkNetwork | None:
-    """The links over which all gradients take as long as the source says; None where it says nothing."""
+    """Return links over which all gradients take as long as the source says; None if it does not say."""
     if source.sync is None:
         return None
     sync_s, world_size = source.sync

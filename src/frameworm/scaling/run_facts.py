@@ -1,4 +1,4 @@
-"""What the comparison needs to know of one stored run."""
+"""Reads what a scaling analysis needs from one stored run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from frameworm.config.model_sections import PYTHON_WORKLOAD
-from frameworm.config.source import SourceReader, YamlError
+from frameworm.config.source import stored_values
 from frameworm.errors import RunFolderError
 from frameworm.records.estimate import known
 from frameworm.records.schema import EpochRecord, RunRecord
 from frameworm.records.store import RunFolder
 from frameworm.scaling.points import Measurement, Mode, Point
 
-# Settings that change the work of a sample or how it is computed; what is not here may differ within a curve.
+# Settings that change the work of a sample or how it is computed; other settings may differ within a curve.
 WORK_SETTINGS = (
     "workload",
     "data.dataset",
@@ -35,7 +35,7 @@ WORK_SETTINGS = (
     "gpu.tf32",
     "memory.activation_checkpointing",
 )
-# Settings of communication: they mean nothing to a run on one device.
+# Settings of communication, which are irrelevant for a run on one device.
 SENDING_SETTINGS = (
     "parallel.strategy",
     "parallel.backend",
@@ -44,7 +44,7 @@ SENDING_SETTINGS = (
     "parallel.bucket_cap_mb",
     "parallel.offload_optimizer",
 )
-# What the run was measured on; a device of another kind or another torch is another curve.
+# What the run was measured on; another kind of device or another torch makes another curve.
 PLACE_FACTS = ("device", "torch")
 _IGNORED_MODEL_KEYS = {"init_from", "script"}
 
@@ -53,9 +53,9 @@ Key = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """A run, its keys of comparison and its measurement."""
+    """A run, its comparison keys and its measurement."""
 
-    name: str  # its folder, from the root of the search
+    name: str  # its folder, relative to the root of the search
     title: str  # the name in its config
     status: str
     dataset: str
@@ -93,13 +93,13 @@ class RunFacts:
 
     @property
     def sending(self) -> str:
-        """The way of communicating in a word or two."""
+        """The kind of communication in a word or two."""
         values = dict(self.sending_settings)
         words = [values.get("parallel.strategy"), values.get("parallel.compression")]
         return " ".join(str(word) for word in words if word and word != "off")
 
     def point(self, name: str, mode: Mode, measurements: Sequence[Measurement]) -> Point:
-        """The point of this run's world size, measured by several runs like it."""
+        """Return the point of this run's world size, measured by several runs like it."""
         record = self.record
         model = self.config.get("model") or {}
         compression = record.communication.compression
@@ -128,6 +128,7 @@ class RunFacts:
             precision=record.precision,
             cpus=cpus * hosts if on_cpu and cpus else None,
             threads=(record.environment or {}).get("torch_threads") if on_cpu else None,
+            launches_steps=not on_cpu and not record.captured_steps,
         )
 
 
@@ -136,8 +137,8 @@ def read_run(folder: RunFolder, name: str, warmup: int) -> RunFacts:
 
     Args:
         folder: Its folder.
-        name: What it is called in lists.
-        warmup: Epochs at its beginning that do not count.
+        name: Its name in lists.
+        warmup: Number of epochs to ignore at the beginning.
 
     Raises:
         RunFolderError: Its summary or its table of epochs is damaged.
@@ -168,11 +169,11 @@ def read_run(folder: RunFolder, name: str, warmup: int) -> RunFacts:
 
 
 def measurement_of(record: RunRecord, epochs: Sequence[EpochRecord], run: str | None = None) -> Measurement:
-    """The measurement of a run.
+    """Return the measurement of a run.
 
     Args:
         record: Its record.
-        epochs: Those that count; none: the speed of the run's steps stands alone.
+        epochs: Those that count; if there are none, the speed comes from the run's steps.
         run: Its folder.
     """
     times = [epoch.epoch_time_s for epoch in epochs if epoch.epoch_time_s]
@@ -206,7 +207,7 @@ def measurement_of(record: RunRecord, epochs: Sequence[EpochRecord], run: str | 
 
 
 def dataset_of(config: Mapping[str, Any], record: RunRecord) -> str:
-    """The data set, or what stands for it: a workload of the user's own brings its data along."""
+    """Return the data set, or a substitute: a custom workload brings its own data."""
     workload = str(config.get("workload") or "")
     if workload == PYTHON_WORKLOAD:
         script, name = _setting(config, "model.script"), str(_setting(config, "model.class_name") or "")
@@ -218,7 +219,7 @@ def dataset_of(config: Mapping[str, Any], record: RunRecord) -> str:
 
 
 def differences(left: RunFacts, right: RunFacts) -> list[str]:
-    """What makes two runs incomparable, setting by setting."""
+    """Describe what makes two runs incomparable, setting by setting."""
     mine, other = dict(left.work), dict(right.work)
     if left.world_size > 1 and right.world_size > 1:
         mine, other = {**mine, **dict(left.sending_settings)}, {**other, **dict(right.sending_settings)}
@@ -250,14 +251,8 @@ def _work_of(config: Mapping[str, Any], record: RunRecord) -> Key:
 
 
 def _read_config(folder: RunFolder) -> dict[str, Any]:
-    """The stored config as plain values; a run without one (attached to a script) has none."""
-    if not folder.config.exists():
-        return {}
-    try:
-        values = SourceReader(folder.config.name).read(folder.read_config())
-    except YamlError as error:
-        raise RunFolderError(f"cannot read {folder.config}: {error}") from error
-    return values if isinstance(values, dict) else {}
+    """The stored config as plain values; empty for a run without one (attached to a script)."""
+    return stored_values(folder.config, folder.read_config()) if folder.config.exists() else {}
 
 
 def _setting(config: Mapping[str, Any], key: str) -> Any:

@@ -1,4 +1,4 @@
-"""From a folder of stored runs to points that may be compared, and a list of those that may not, with the reason."""
+"""Turns a folder of stored runs into comparable points, and a list of excluded runs with the reasons."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from frameworm.scaling.run_facts import RunFacts, differences, read_run
 DEFAULT_WARMUP = 1
 MOST_DEPTH = 6
 INCOMPLETE, UNREADABLE, NOT_COMPARABLE = "incomplete", "unreadable", "not comparable"
-# Words of a run's name that say where it ran, not what it is.
+# Words in a run's name that say where it ran, not what it is.
 _PLACE_WORD = re.compile(r"(single|multi|gpus?|cpus?|ddp|nodes?|ranks?|\d+(gpus?|cpus?|ep|epochs?|nodes?|ranks?)?)")
 
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """A run that is listed and not counted."""
+    """A run that is listed but does not count."""
 
     run: str
     kind: str  # incomplete, unreadable, not comparable
@@ -31,7 +31,7 @@ class Excluded:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """Points for `analyse`, and what was left out of them."""
+    """Points for `analyse`, and the runs that were excluded."""
 
     points: tuple[Point, ...]
     excluded: tuple[Excluded, ...] = ()
@@ -44,13 +44,13 @@ def collect(
     """Read every run below a folder.
 
     Args:
-        root: Searched with its subfolders; may be a run itself.
-        warmup: Epochs at the beginning of each run that do not count; where no run of a data set has others, they do,
-            with a note.
-        datasets: Only these, written in any case, with or without underscores; all unless given.
+        root: Searched with its subfolders; it may be a run itself.
+        warmup: Epochs to ignore at the beginning of each run; if no run of a data set has others, they count, with a
+            note.
+        datasets: Only these, ignoring case and underscores; default: all.
 
     Raises:
-        RunFolderError: There is no such folder, it holds no run, or none of these data sets.
+        RunFolderError: There is no such folder, it contains no run, or none of these data sets.
     """
     root = Path(root)
     if not root.is_dir():
@@ -79,12 +79,12 @@ def collect(
 
 
 def find_all_runs(root: Path) -> list[RunFolder]:
-    """Run folders at or below `root`, by path; runs are not searched for further runs."""
+    """Return run folders at or below `root`, sorted by path; runs are not searched for further runs."""
     found: list[RunFolder] = []
     seen: set[Path] = set()
 
     def walk(path: Path, depth: int) -> None:
-        # Folders may be links, to a place already seen or to one of their own parents.
+        # Folders may be links to a place already seen or to one of their own parents.
         place = path.resolve()
         if place in seen:
             return
@@ -97,7 +97,8 @@ def find_all_runs(root: Path) -> list[RunFolder]:
         if depth < MOST_DEPTH:
             for child in _folders(path):
                 walk(child, depth + 1)
-        # A config alone may be that of a whole sweep; where no run is below it, it is of a run that got no further.
+        # A config alone may belong to a whole sweep; if there is no run below it, it belongs to a run that got no
+        # further.
         if len(found) == before and folder.holds_run():
             found.append(folder)
 
@@ -114,7 +115,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def plain_name(name: str) -> str:
-    """A data set's name without case and marks, so that AGNews is ag_news."""
+    """Normalise a data set's name to letters and digits in lower case, so that AGNews equals ag_news."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
@@ -146,10 +147,10 @@ def _read_all(folders: Iterable[RunFolder], root: Path, warmup: int) -> tuple[li
 
 
 def group_runs(facts: Sequence[RunFacts], excluded: Sequence[Excluded] = ()) -> Collection:
-    """Put runs of one configuration together, as strong and weak scaling curves.
+    """Group runs of one configuration into strong and weak scaling curves.
 
-    Runs of one device share their curve with every way of communicating; runs that go into no curve of two world sizes
-    are listed if their data set has such a curve, and stand alone if it has none.
+    Runs on one device share their curve with every kind of communication. Runs that fit no curve of two world sizes are
+    listed as excluded if their data set has such a curve, and stand alone otherwise.
     """
     left_out = list(excluded)
     curves: list[tuple[Mode, list[RunFacts]]] = []
@@ -187,7 +188,7 @@ def _curves_of(runs: Sequence[RunFacts]) -> list[tuple[Mode, list[RunFacts]]]:
 
 
 def _points(curves: Sequence[tuple[Mode, list[RunFacts]]]) -> list[Point]:
-    """Points with a name for each curve; curves of one data set never share name and mode."""
+    """Make points with a name for each curve; curves of one data set never share name and mode."""
     points: list[Point] = []
     taken: set[tuple[str, str, Mode]] = set()
     for mode, members in curves:
@@ -206,14 +207,14 @@ def _points(curves: Sequence[tuple[Mode, list[RunFacts]]]) -> list[Point]:
 
 
 def variant_name(run: RunFacts) -> str:
-    """What a run's name says beyond its data set and where it ran: `optimized` of ag_news_ddp_4gpu_optimized."""
+    """Return what a run's name adds to its data set and place: `optimized` in ag_news_ddp_4gpu_optimized."""
     of_dataset = set(re.split(r"[_\W]+", run.dataset.lower())) | {plain_name(run.dataset)}
     words = [word for word in re.split(r"[_\W]+", run.title) if word and word.lower() not in of_dataset]
     return " ".join(word for word in words if not _PLACE_WORD.fullmatch(word.lower()))
 
 
 def _why_not(run: RunFacts, curves: Sequence[Sequence[RunFacts]]) -> str:
-    """What sets a run apart from the curve it is most like."""
+    """Describe how a run differs from the most similar curve."""
     found = [_apart(run, members) for members in curves]
     nearest = min(found, key=len)
     if not nearest:
@@ -231,7 +232,7 @@ def _apart(run: RunFacts, members: Sequence[RunFacts]) -> list[str]:
 
 
 def _strangers(standing: Sequence[RunFacts]) -> list[str]:
-    """Why runs of one data set and several world sizes still make no curve."""
+    """Explain why runs of one data set at several world sizes make no curve."""
     notes = []
     for members in _partition(standing, lambda run: run.dataset):
         sizes = {run.world_size for run in members}
@@ -242,7 +243,7 @@ def _strangers(standing: Sequence[RunFacts]) -> list[str]:
 
 
 def _partition(runs: Iterable[RunFacts], key: object) -> list[list[RunFacts]]:
-    """Runs with equal keys together, in the order they come."""
+    """Group runs with equal keys, keeping their order."""
     groups: dict[object, list[RunFacts]] = {}
     assert callable(key)
     for run in runs:

@@ -1,9 +1,9 @@
-"""A step of many ranks, simulated from the step of one.
+"""Simulates a step of many ranks from the step of one.
 
-DDP: buckets of gradients become ready while backward goes on, and are sent one after the other on one stream; the
-optimizer waits for the last. ZeRO: parameters are gathered before they are used and gradients are scattered, on the
-same stream. All ranks are alike but for chance: everybody waits for the slowest, whose time is an expected maximum. The
-cost of a bucket is in closed form, so thousands of ranks take no longer than two.
+DDP: buckets of gradients become ready during backward and are sent one after the other on one stream; the optimizer
+waits for the last. ZeRO: parameters are gathered before they are used and gradients are scattered, on the same stream.
+All ranks are alike except for chance: all wait for the slowest, whose time is an expected maximum. The cost of a bucket
+has a closed form, so thousands of ranks take no longer to simulate than two.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class StepProfile:
     """The step of one device, in seconds.
 
     Attributes:
-        gradients: With the times they are there in the backward that sends them.
-        forward_s: Of one micro-batch.
-        backward_s: Of one micro-batch.
+        gradients: With the times at which they are ready in the backward that sends them.
+        forward_s: For one micro-batch.
+        backward_s: For one micro-batch.
         optimizer_s: Once per step.
-        other_s: What else a step takes: waiting for data, copies, the loop.
+        other_s: The rest of the step: waiting for data, copies, the loop.
         accumulation: Micro-batches per step.
-        step_times_s: Of single steps: how much they differ decides how long the slowest of many ranks takes.
+        step_times_s: Times of single steps; their spread determines the time of the slowest of many ranks.
     """
 
     gradients: tuple[Gradient, ...]
@@ -43,21 +43,21 @@ class StepProfile:
 
     @property
     def compute_s(self) -> float:
-        """The whole step on one device."""
+        """Duration of the whole step on one device."""
         return self.other_s + self.accumulation * (self.forward_s + self.backward_s) + self.optimizer_s
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the whole model."""
+        """Gradient bytes of the whole model."""
         return sum(gradient.size_bytes for gradient in self.gradients)
 
     def with_share_of_batch(self, share: float, fixed_share: float) -> StepProfile:
-        """A micro-batch `share` as large, of whose time `fixed_share` does not depend on its size."""
+        """Return the profile for a micro-batch scaled by `share`; `fixed_share` of its time does not depend on size."""
         factor = fixed_share + (1 - fixed_share) * share
         return self.stretched(factor, also_rest=False)
 
     def stretched(self, factor: float, also_rest: bool = True) -> StepProfile:
-        """All of it so many times as long; without `also_rest` only forward and backward."""
+        """Return the profile with all times multiplied by `factor`; without `also_rest`, only forward and backward."""
         rest = factor if also_rest else 1.0
         return replace(
             self,
@@ -74,8 +74,8 @@ class Setting:
     """How the ranks work together.
 
     Attributes:
-        busy_host: Share of the processor time of communication that computing must do without: 1 where a rank has no
-            core to spare, 0 on a GPU.
+        busy_host: Fraction of communication's processor time that is taken from computing: 1 if a rank has no spare
+            core, 0 on a GPU.
     """
 
     strategy: str = "ddp"
@@ -87,7 +87,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One collective of a step; times since the beginning of the backward that sends."""
+    """One collective of a step; times are from the start of the backward that sends it."""
 
     ready_s: float
     start_s: float
@@ -96,19 +96,19 @@ class Sent:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step; without ranks to wait for, `step_s` is compute and what is exposed."""
+    """A simulated step; `step_s` is the slowest rank's compute plus exposed communication."""
 
     step_s: float
-    compute_s: float  # of the slowest rank: straggler_s is part of it
+    compute_s: float  # of the slowest rank, including straggler_s
     straggler_s: float
-    communication_s: float  # all of it, one after the other
+    communication_s: float  # total, one after the other
     exposed_s: float
     sent_bytes: float
     buckets: tuple[Sent, ...] = ()
 
 
 def simulate_step(profile: StepProfile, setting: Setting, network: Network, world_size: int) -> Timeline:
-    """One optimizer step of `world_size` ranks that each do what `profile` does."""
+    """Simulate one optimizer step of `world_size` ranks that each do what `profile` does."""
     straggler_s = straggling(profile, world_size)
     if world_size <= 1:
         return Timeline(profile.compute_s, profile.compute_s, 0.0, 0.0, 0.0, 0.0)
@@ -142,10 +142,10 @@ def simulate_step(profile: StepProfile, setting: Setting, network: Network, worl
 def overlap(
     buckets: Sequence[Bucket], sendings: Sequence[Sending], backward_s: float, busy_host: float = 0.0
 ) -> tuple[list[Sent], float]:
-    """DDP's last backward: when each bucket goes and comes, and when the optimizer may begin.
+    """Simulate DDP's last backward: when each bucket is sent and received, and when the optimizer may start.
 
-    Coding, the wire and decoding are three stages that different buckets may be in at a time. Where computing and
-    sending share a core, what follows a bucket comes later by the processor time that it takes.
+    Encoding, sending and decoding are three stages, which different buckets can be in at the same time. If computing
+    and sending share a core, everything after a bucket is delayed by its processor time.
     """
     late_s = coded_at = wire_at = decoded_at = 0.0
     sent = []
@@ -156,19 +156,19 @@ def overlap(
         wire_at = max(coded_at, wire_at) + sending.wire_s
         decoded_at = max(wire_at, decoded_at) + sending.decode_s
         late_s += busy_host * sending.host_s
-        # A codec of no time leaves one stream: what waits for the wire has not begun.
+        # Without encoding time there is only one stream: a bucket that waits for the wire has not started.
         begun_s = start_s if sending.encode_s else wire_at - sending.wire_s
         sent.append(Sent(ready_s, begun_s, decoded_at))
-    # The last bucket is full at the end of backward: nothing is left to be held up by it.
+    # The last bucket is full at the end of backward, so it delays nothing.
     held_s = late_s - (busy_host * sendings[-1].host_s if sendings else 0.0)
     return sent, max(backward_s + held_s, decoded_at)
 
 
 def _sharded(profile: StepProfile, setting: Setting, network: Network, world_size: int, straggler_s: float) -> Timeline:
-    """FSDP: parameters are gathered unit by unit before their use, gradients are reduced to the rank that owns them.
+    """FSDP: parameters are gathered unit by unit before use, and gradients are reduced to the rank that owns them.
 
-    Units are taken to be as large as DDP's buckets. zero2 gathers once per step, zero3 again in backward and for every
-    micro-batch.
+    Units are assumed to be as large as DDP's buckets. zero2 gathers once per step, zero3 again in backward and for
+    every micro-batch.
     """
     # In the order of backward.
     units = divide_into_buckets(profile.gradients, setting.bucket_cap_mb * MEGABYTE, setting.bucket_cap_mb * MEGABYTE)
@@ -202,7 +202,7 @@ def _sharded(profile: StepProfile, setting: Setting, network: Network, world_siz
 
 
 def _shares(units: Sequence[Bucket], backward_s: float) -> list[float]:
-    """Of backward, by the times the gradients come; what is left goes to the last."""
+    """Fractions of backward per unit, by the times their gradients are ready; the rest goes to the last."""
     if not units:
         return [1.0]
     if backward_s <= 0:
@@ -213,7 +213,7 @@ def _shares(units: Sequence[Bucket], backward_s: float) -> list[float]:
 
 
 def gathered_s(gathers_s: Sequence[float], computes_s: Sequence[float]) -> float:
-    """A forward whose units are gathered one after the other, ahead of their use."""
+    """Duration of a forward whose units are gathered one after the other, ahead of their use."""
     wire_at = done_at = 0.0
     for gather_s, compute_s in zip(gathers_s, computes_s):
         wire_at += gather_s
@@ -222,7 +222,7 @@ def gathered_s(gathers_s: Sequence[float], computes_s: Sequence[float]) -> float
 
 
 def _backward_s(gathers_s: Sequence[float], scatters_s: Sequence[float], computes_s: Sequence[float]) -> float:
-    """A backward on one stream: the next unit is gathered while this one computes, then this one's gradients go."""
+    """Duration of a backward on one stream: the next unit is gathered during compute, then gradients are scattered."""
     if not gathers_s:
         return math.fsum(computes_s)
     wire_at = gathered_at = gathers_s[0]
@@ -237,7 +237,7 @@ def _backward_s(gathers_s: Sequence[float], scatters_s: Sequence[float], compute
 
 
 def straggling(profile: StepProfile, world_size: int) -> float:
-    """By how much the slowest of so many ranks is later than the mean one."""
+    """Return how much later than the mean the slowest of this many ranks is."""
     times = profile.step_times_s
     if len(times) < 2 or world_size <= 1:
         return 0.0
@@ -246,7 +246,7 @@ def straggling(profile: StepProfile, world_size: int) -> float:
 
 
 def expected_maximum(values: Sequence[float], draws: int) -> float:
-    """Mean of the largest of so many independent draws from the values, exactly; never beyond the largest seen."""
+    """Return the exact mean of the largest of `draws` independent draws from the values; at most the largest value."""
     ordered = sorted(values)
     count = len(ordered)
     return math.fsum(

@@ -1,4 +1,4 @@
-"""What a bucket of gradients costs to send: on the wire, in the codec, and of the processor, by method."""
+"""The cost of sending a bucket of gradients: on the wire, in the codec, and on the processor, by method."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ OFF = "off"
 METHODS = ("off", "fp16", "bf16", "int8", "int4", "topk", "powersgd")
 ONLY_ROUNDING = ("fp16", "bf16", "int8", "int4")
 
-# Bytes per value with the scales of the blocks: 256 values to a float32 in int8, 128 in int4.
+# Bytes per value including the blocks' scales: one float32 per 256 values in int8, per 128 in int4.
 _QUANTIZED_BYTES = {"int8": 1 + 4 / 256, "int4": 0.5 + 4 / 128}
 _HALF_BYTES = 2
 _TOPK_BYTES = 3  # index and bf16 value
 _FLOAT_BYTES = 4
-_WORTH_FACTOR = 2  # powersgd sends a matrix whole unless it becomes this much smaller
+_WORTH_FACTOR = 2  # powersgd sends a matrix whole unless it shrinks by this factor
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """The gradient of one parameter: when in backward it is there, and its size."""
+    """The gradient of one parameter: its size, and when in backward it is ready."""
 
     size_bytes: int
-    ready_s: float  # since the beginning of the backward that sends it
+    ready_s: float  # from the start of the backward that sends it
     values: int
     shape: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, size_bytes: int, ready_s: float) -> Gradient:
-        """A float32 gradient of unknown shape."""
+        """Make a float32 gradient of unknown shape."""
         return cls(size_bytes, ready_s, size_bytes // _FLOAT_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that travel together; ready when the last of them is."""
+    """Gradients that are sent together; ready when the last of them is."""
 
     gradients: tuple[Gradient, ...]
     ready_s: float
@@ -46,17 +46,17 @@ class Bucket:
 
 
 class Sending(NamedTuple):
-    """What it takes to reduce one bucket."""
+    """The cost of reducing one bucket."""
 
     encode_s: float
     wire_s: float
     decode_s: float
-    host_s: float  # processor time that computing has to do without, where they share cores
+    host_s: float  # processor time taken from computing, if they share cores
     sent_bytes: float  # by one rank
 
     @property
     def total_s(self) -> float:
-        """One after the other."""
+        """Sum of encoding, sending and decoding."""
         return self.encode_s + self.wire_s + self.decode_s
 
 
@@ -66,8 +66,8 @@ class Codec:
 
     Attributes:
         method: One of `METHODS`.
-        seconds_per_value: By method, of coding and decoding together, as measured.
-        ratio: Share of the values that topk keeps.
+        seconds_per_value: By method, measured for encoding and decoding together.
+        ratio: Fraction of the values that topk keeps.
         powersgd_rank: Columns of powersgd's matrices.
     """
 
@@ -77,7 +77,7 @@ class Codec:
     powersgd_rank: int = 1
 
     def send(self, bucket: Bucket, network: Network, world_size: int) -> Sending:
-        """The cost of one bucket."""
+        """Return the cost of one bucket."""
         if world_size <= 1 or bucket.size_bytes == 0:
             return Sending(0.0, 0.0, 0.0, 0.0, 0.0)
         ring = 2 * (world_size - 1) / world_size
@@ -116,7 +116,7 @@ class Codec:
 
 
 def matrix_values(shapes: Sequence[tuple[int, ...]], codec: Codec) -> tuple[int, int]:
-    """Values of powersgd's two exchanges; what is no matrix, or too thin to gain, goes whole with the first."""
+    """Values of powersgd's two exchanges; non-matrices, and matrices too thin to gain, go whole with the first."""
     left = right = 0
     for shape in shapes:
         values = 1
@@ -132,7 +132,7 @@ def matrix_values(shapes: Sequence[tuple[int, ...]], codec: Codec) -> tuple[int,
 
 
 def divide_into_buckets(gradients: Sequence[Gradient], first_bytes: float, cap_bytes: float) -> list[Bucket]:
-    """DDP's buckets: gradients in the order they come, a bucket closed by the one that fills it."""
+    """Divide into DDP's buckets: gradients in the order they become ready; the one that fills a bucket closes it."""
     buckets: list[Bucket] = []
     held: list[Gradient] = []
     size = 0

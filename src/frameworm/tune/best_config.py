@@ -1,4 +1,4 @@
-"""`best.yaml`: the user's own file with the settings that changed, each with a comment that says why it is there."""
+"""`best.yaml`: the user's own file with the changed settings, each with a comment that says why."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from frameworm.config.schema import Config
 from frameworm.config.source import SourceReader, YamlError, compose, write_yaml
 from frameworm.errors import ConfigError
 from frameworm.report.kit import tables
-from frameworm.report.tune.tables import Gain, numbers, setting
+from frameworm.report.tune.tables import numbers, setting, times_and_ends
 from frameworm.tune.search.result import Accepted, TuneResult
 
 _WIDTH = 120
 _INDENT = 2
 _BREAKS_FLOW = set(",[]{}")
 _MISSING = object()
-# Why a knob was turned that no finding had named.
+# Reasons for knobs that no finding had named.
 _NO_FINDINGS = {
     "usual gain": "usually a gain",
     "together": "tried together",
@@ -38,11 +38,11 @@ def render_best(result: TuneResult, original: str | None) -> str:
 
     Args:
         result: The search.
-        original: The file that the search began with. Its comments and its order are kept; what overrides had set is
-            written out. None, or a text in which the changes cannot be made in place: the whole config is written.
+        original: The file that the search started from. Its comments and order are kept; settings from overrides are
+            written out. If it is None or cannot be edited in place, the whole config is written.
 
     Raises:
-        ConfigError: The model section holds something that is no plain value.
+        ConfigError: The model section holds a value that is not plain data.
     """
     first = dump_config(result.start)
     for text in (original, first):
@@ -54,7 +54,7 @@ def render_best(result: TuneResult, original: str | None) -> str:
 
 
 def _in_place(text: str, result: TuneResult) -> str | None:
-    """The text with everything changed that differs from the best config; None where that does not work out."""
+    """The text edited to match the best config; None if that fails."""
     present = _config_of(text)
     if present is None:
         return None
@@ -65,7 +65,7 @@ def _in_place(text: str, result: TuneResult) -> str | None:
         if changed is None:
             return None
         text = changed
-    # Aliases, tags and other ways of writing are not taken apart: the result is read back, and that decides.
+    # Aliases, tags and other notations are not parsed here: reading the result back decides whether it is right.
     reread = _config_of(text)
     return text if reread is not None and not differences(reread, result.best) else None
 
@@ -113,9 +113,9 @@ def _header(result: TuneResult) -> str:
     elif whole is None:
         told = "faster by the lines marked `tune:`; there was no budget left to prove them together"
     else:
-        gain = Gain(whole.value, whole.low, whole.high).text()
+        gain = times_and_ends(whole)
         told = f"{gain} as fast as before by the lines marked `tune:`, and it learns the same"
-        other = [item for item in result.accepted if item.candidate.mathematics == "more"]
+        other = [item for item in result.accepted if item.candidate.numerics_effect == "more"]
         if other:
             told = f"{gain} as fast as before by the lines marked `tune:`, some of them approximate"
             if all(item.checked is not None for item in other):
@@ -129,7 +129,7 @@ def _comment(result: TuneResult, key: str) -> str:
     if source is None:
         return "set for this search on the command line or by a variable"
     speedup = source.speedup
-    parts = [f"tune: {Gain(speedup.value, speedup.low, speedup.high).text()}"]
+    parts = [f"tune: {times_and_ends(speedup)}"]
     if not source.proved_alone:
         parts.append("by its trial and proved with the rest")
     if source.attempt.why:
@@ -137,7 +137,7 @@ def _comment(result: TuneResult, key: str) -> str:
         parts.append(_NO_FINDINGS.get(why) or f"because of {why.replace('_', ' ')}")
     proof = source.attempt.proof
     precision = proof is not None and proof.change == "precision"
-    parts.append(numbers("precision" if precision else source.candidate.mathematics, source.checked))
+    parts.append(numbers("precision" if precision else source.candidate.numerics_effect, source.checked))
     partners = [name for name in source.candidate.changes if name != key and name in result.changes]
     if partners:
         parts.append(f"one change with {' and '.join(partners)}")
@@ -148,7 +148,7 @@ def _comment(result: TuneResult, key: str) -> str:
 
 
 def _source(result: TuneResult, key: str) -> Accepted | None:
-    """The change that gave a setting its last value."""
+    """The last change that set a key."""
     found = [item for item in result.accepted if key in item.candidate.changes]
     return found[-1] if found and key in result.changes else None
 
@@ -157,11 +157,11 @@ def _source(result: TuneResult, key: str) -> Accepted | None:
 
 
 def _with_setting(text: str, key: str, value: Any, comment: str) -> str | None:
-    """The text with one setting changed or added; None where it does not say how."""
+    """The text with one setting changed or added; None if it cannot be edited."""
     try:
         root = compose(text)
     except YamlError:
-        return None  # the change before this one did not fit, such as in place of an anchor
+        return None  # the previous edit broke it, for example in place of an anchor
     if not isinstance(root, MappingNode) or root.flow_style:
         return None
     section, _, name = key.partition(".")
@@ -179,11 +179,11 @@ def _with_setting(text: str, key: str, value: Any, comment: str) -> str | None:
 
 
 def _in_mapping(text: str, node: MappingNode, name: str, value: Any, comment: str, section: str = "") -> str | None:
-    """A key of a mapping changed, or added behind its last one."""
+    """Change a key of a mapping, or add it after the last one."""
     written = _written(value, section, flow=bool(node.flow_style))
     child = _child(node, name)
     if child is not None:
-        # A line of a flow mapping holds several settings, so the comment says which one it means.
+        # A line of a flow mapping holds several settings, so the comment names the one it is about.
         return _replaced(text, child, written, f"{name}: {comment}" if node.flow_style else comment)
     if node.flow_style:
         end = node.end_mark.index - 1
@@ -220,7 +220,7 @@ def _insert_line(text: str, after: int, content: str, comment: str, column: int)
 
 
 def _commented(content: str, comment: str, column: int) -> str:
-    """A line with its comment behind it, or above it where that is too long."""
+    """A line with a trailing comment, or with the comment above it if that would be too long."""
     whole = f"{content}  # {comment}"
     if column + len(whole) <= _WIDTH:
         return f"{whole}\n"
@@ -248,7 +248,7 @@ def _child(node: MappingNode, name: str) -> Node | None:
 
 
 def _last_line(node: Node) -> int:
-    """The line on which the last value of a block ends; the end of a block itself lies behind blank lines."""
+    """The last line of a block's last value; the block node itself ends after blank lines."""
     if isinstance(node, MappingNode) and not node.flow_style and node.value:
         return _last_line(node.value[-1][1])
     if isinstance(node, SequenceNode) and not node.flow_style and node.value:
@@ -264,7 +264,7 @@ def _written(value: Any, section: str, flow: bool = False) -> str:
     if isinstance(value, dict):
         pairs = (f"{_written(key, 'model', True)}: {_written(item, 'model', True)}" for key, item in value.items())
         return "{" + ", ".join(pairs) + "}"
-    # Settings take the bare word; in a workload's own section it would be a truth value.
+    # Settings accept the bare word; in a workload's own section it would be a boolean.
     if value == "off" and section != "model":
         return "off"
     if isinstance(value, str) and flow and _BREAKS_FLOW.intersection(value):

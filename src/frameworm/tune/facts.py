@@ -1,4 +1,4 @@
-"""What knobs need to know about this machine and a config's workload, looked up once before a search."""
+"""Facts that knobs need about this machine and a config's workload, collected once before a search."""
 
 from __future__ import annotations
 
@@ -32,54 +32,57 @@ from frameworm.engine.model.padding_free import switchable
 from frameworm.errors import ConfigError
 from frameworm.hardware.devices import choose_device
 from frameworm.hardware.host import memory_total_bytes, usable_cpus
-from frameworm.hardware.resolve import look_at_machine, resolve_here
+from frameworm.hardware.resolve import resolve_here, resolve_machine
 from frameworm.models.blocks import find_repeated_blocks
 from frameworm.models.workloads import TokenisingNotice, Workload, build_workload
-from frameworm.tune.knobs.context import Context, MachineFacts, Planner, WorkloadFacts
+from frameworm.torch_private.names import GPU_COMPILER
+from frameworm.tune.knobs.context import Context, Planner, TrialMachine, WorkloadFacts
 from frameworm.tune.processes.batch_data import sample_count
 from frameworm.tune.processes.forkserver import libraries_since, warm_up
 
 log = logging.getLogger("frameworm")
 
-# A plan is mostly right within a few percent; what is beyond the memory by less is tried.
+# Plans are mostly accurate to a few percent; an excess below this factor is tried.
 _SURELY_TOO_LARGE = 1.15
-# Batches that are looked at for their shapes: so many, more within a time, and no more than so many.
+# Batches sampled for their shapes: at least, the time limit for more, and at most.
 _FEW_BATCHES, _LOOK_S, _MOST_BATCHES = 4, 1.0, 24
 _BF16_FLAGS = {"bf16", "avx512_bf16", "amx_bf16"}
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-def look_around(config: Config, world_size: int = 1) -> Context:
-    """The context of a search from a config on this machine; its workload is built once for that.
+
+def tuning_context(config: Config, world_size: int = 1) -> Context:
+    """The context of a search that starts from a config on this machine; builds the workload once.
 
     Raises:
-        ConfigError: The config does not fit together, or not to this number of processes.
-        DeviceError: It asks for a GPU and there is none.
-        DataError: Its data is not there.
+        ConfigError: The config is inconsistent, or does not fit this number of processes.
+        DeviceError: It requires a GPU and there is none.
+        DataError: Its data is missing.
     """
     resolved = resolve_here(config, world_size)
     known = set(sys.modules)
     workload = build_workload(resolved, TokenisingNotice())
     machine = machine_facts(config)
-    compiler = ["torch._inductor.compile_fx"] if machine.device == "cuda" else []
+    compiler = [GPU_COMPILER] if machine.device == "cuda" else []
     warm_up(["frameworm.tune.trials.live_rank"], [*libraries_since(known), *compiler])
     planner = make_planner(config, machine, world_size)
     return Context(config, machine, workload_facts(resolved, workload, world_size), world_size, planner)
 
 
-def machine_facts(config: Config) -> MachineFacts:
-    """What the machine has for this config."""
-    found = look_at_machine(config)
+def machine_facts(config: Config) -> TrialMachine:
+    """Facts about the machine for this config."""
+    found = resolve_machine(config)
     cpus, threads = usable_cpus(), torch.get_num_threads()
     if found.device == "cpu":
-        return MachineFacts("cpu", _processor_has_bf16(), None, 0, cpus, threads, memory_total_bytes())
+        return TrialMachine("cpu", _processor_has_bf16(), None, 0, cpus, threads, memory_total_bytes())
     device = choose_device("cuda", 0, config.gpu.device_ids)
     major, minor = torch.cuda.get_device_capability(device)
     memory_bytes = torch.cuda.get_device_properties(device).total_memory
-    return MachineFacts("cuda", found.bf16, major + minor / 10, found.device_count, cpus, threads, memory_bytes)
+    return TrialMachine("cuda", found.bf16, major + minor / 10, found.device_count, cpus, threads, memory_bytes)
 
 
 def _processor_has_bf16() -> bool:
-    """Whether it multiplies in bf16 itself; torch can do without, many times slower than in fp32."""
+    """Whether the processor supports bf16; torch can emulate it, but much slower than fp32."""
     try:
         words = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split()
     except OSError:
@@ -88,7 +91,7 @@ def _processor_has_bf16() -> bool:
 
 
 def workload_facts(config: Config, workload: Workload, world_size: int = 1) -> WorkloadFacts:
-    """What the workload of a resolved config can do, with so many processes on this machine."""
+    """Facts about the workload of a resolved config, with `world_size` processes on this machine."""
     model, data = workload.model, workload.train_data
     packs = packable(data)
     size, why_not_resident = _equal_samples_bytes(workload)
@@ -102,7 +105,7 @@ def workload_facts(config: Config, workload: Workload, world_size: int = 1) -> W
         resident_bytes=resident_bytes(packing_of(data)) if packs else size,
         why_not_resident=why_not_resident,
         samples_per_epoch=_samples_per_epoch(config, data),
-        has_convolutions=any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()),
+        has_convolutions=any(isinstance(module, _CONVOLUTIONS) for module in model.modules()),
         has_gelu=any(type(module) is nn.GELU for module in model.modules()),
         has_wide_head=bool(find_heads(model)),
         can_checkpoint=_can_checkpoint(config, model),
@@ -116,14 +119,14 @@ def workload_facts(config: Config, workload: Workload, world_size: int = 1) -> W
 
 
 def _masked_batch(config: Config, workload: Workload) -> Mapping[str, Any] | None:
-    """A batch of the first samples, where it has a mask of tokens."""
+    """A batch of the first samples, if it has a token mask."""
     data = workload.train_data
     if sample_count(data) is None:
         return None
     try:
         rows = [data[place] for place in range(min(_micro_batch(config), len(data)))]
         batch = (workload.collate_fn or default_collate)(rows)
-    except Exception as error:  # a ready loader, or samples that only the loader of a run can read
+    except Exception as error:  # a ready-made loader, or samples that only the loader of a run can read
         log.debug("no batch to look for padding in: %s", error)
         return None
     mask = batch.get(MASK) if isinstance(batch, Mapping) else None
@@ -131,14 +134,14 @@ def _masked_batch(config: Config, workload: Workload) -> Mapping[str, Any] | Non
 
 
 def _padding_share(model: nn.Module, batch: Mapping[str, Any] | None) -> float | None:
-    """Padding in a batch; None where nothing says what padding is, or the model needs it."""
+    """Fraction of padding in a batch; None if there is no mask, or the model needs the padding."""
     if batch is None or not switchable(model) or not find_repeated_blocks(model) or why_unsuitable(batch) is not None:
         return None
     return float((batch[MASK] == 0).double().mean())
 
 
 def _equal_samples_bytes(workload: Workload) -> tuple[int | None, str | None]:
-    """How much memory the samples would take on a device, or why they cannot be kept there unless they are packed."""
+    """Memory that the samples would take on a device, or why they cannot be kept there unless they are packed."""
     data = workload.train_data
     if is_stream(data) or not sample_count(data):
         return None, "the training data cannot be read by index"
@@ -162,7 +165,7 @@ def _has_many_widths(data: Any, collate: Collate | None) -> bool:
 
 
 def _has_many_shapes(config: Config, workload: Workload) -> bool:
-    """Whether most batches have a shape of their own, as far as a second shows."""
+    """Whether most batches have different shapes, judging by a second of sampling."""
     data, collate = workload.train_data, workload.collate_fn or default_collate
     count = None if is_stream(data) else sample_count(data)
     micro = config.training.micro_batch
@@ -175,7 +178,7 @@ def _has_many_shapes(config: Config, workload: Workload) -> bool:
         while shapes.total() < _FEW_BATCHES or (shapes.total() < _MOST_BATCHES and time.monotonic() < ends):
             rows = [data[int(place)] for place in random.choice(count, micro, replace=False)]
             shapes[tuple(tensor.shape for tensor in tensors_in(collate(rows)))] += 1
-    except Exception as error:  # a ready loader, or samples that only the loader of a run can read
+    except Exception as error:  # a ready-made loader, or samples that only the loader of a run can read
         log.debug("no batches to compare the shapes of: %s", error)
         return False
     return 2 * len(shapes) > shapes.total()
@@ -196,10 +199,10 @@ def _can_checkpoint(config: Config, model: nn.Module) -> bool:
         return False
 
 
-def make_planner(start: Config, machine: MachineFacts, world_size: int) -> Planner | None:
-    """Says which larger steps cannot fit in a GPU, from dry runs; None without a GPU.
+def make_planner(start: Config, machine: TrialMachine, world_size: int) -> Planner | None:
+    """A function that says which larger steps cannot fit on a GPU, from dry runs; None without a GPU.
 
-    A dry run takes a second or two, so only what takes more memory than the config to start from is planned.
+    A dry run takes a second or two, so only configs that need more memory than the initial one are planned.
     """
     room_bytes = machine.memory_bytes
     if machine.device != "cuda" or room_bytes is None:
@@ -229,14 +232,14 @@ def _micro_batch(config: Config) -> int:
 
 
 def _keeps(config: Config) -> int:
-    """How much of the activations is kept, as a rank."""
+    """The rank of the checkpointing mode by how many activations it keeps."""
     return ("full", "selective", "off").index(config.memory.activation_checkpointing)
 
 
 def _too_large(config: Config, world_size: int, room_bytes: int) -> str | None:
     try:
         need_bytes = MemoryPlanner(config, world_size, validation=False).plan().total
-    except Exception as error:  # a workload that cannot be run dry is tried for real
+    except Exception as error:  # if a dry run fails, the real trial decides
         log.debug("no plan of the memory: %s", error)
         return None
     if need_bytes <= _SURELY_TOO_LARGE * room_bytes:

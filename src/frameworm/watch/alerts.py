@@ -1,7 +1,7 @@
-"""Reports what needs attention in the runs below a folder to a command or a web address.
+"""Reports problems in the runs below a folder to a command or a URL.
 
-A run ended badly, its verdict changed, a rank holds the others up, it has become slow, its loss is not a number, the
-disk is nearly full: each is reported once, until it is over and comes again, and not more often than every ten minutes.
+A run ended badly, its verdict changed, a rank holds the others up, it has become slow, its loss is not finite, the disk
+is nearly full: each is reported once until it is over and recurs, and at most every ten minutes.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ MOST_AT_ONCE = 10
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """What is sent, as JSON: on the command's standard input, or as the body of a POST.
+    """One alert, sent as JSON on the command's standard input or as the body of a POST request.
 
     Attributes:
         kind: ended, verdict, straggler, slow, loss, disk, or more: further alerts at the same moment.
         run: Name of the run; None: it is about the folder.
-        text: In words.
-        step: How far the run had got, where that is known.
+        text: The message.
+        step: The run's step, if known.
     """
 
     kind: str
@@ -59,18 +59,18 @@ class Alert:
 
 @dataclass
 class _Seen:
-    """What was known of a run at the last look."""
+    """What was known about a run at the last check."""
 
     status: str
     verdict: str | None = None
-    window: tuple[float, int] | None = None  # when it began, and at which step
+    window: tuple[float, int] | None = None  # its start time and first step
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOWS))
-    told: set[str] = field(default_factory=set)  # what goes on and was told
+    told: set[str] = field(default_factory=set)  # ongoing conditions that were reported
     told_at: dict[str, float] = field(default_factory=dict)
-    bad_step: int = -1  # the last step whose loss was seen to be no number
+    bad_step: int = -1  # the last step seen with a non-finite loss
 
     def may_tell(self, kind: str, now: float) -> bool:
-        """Whether this kind has rested long enough; if so, it is told now."""
+        """Whether enough time has passed since the last alert of this kind; if so, record a new one."""
         if now - self.told_at.get(kind, -math.inf) < REST_S:
             return False
         self.told_at[kind] = now
@@ -78,14 +78,14 @@ class _Seen:
 
 
 class Alerts:
-    """Looks at runs from time to time.
+    """Checks runs at intervals.
 
     Args:
         catalogue: The runs.
-        targets: Each a web address, or a command with its arguments.
+        targets: URLs, or commands with their arguments.
 
     Raises:
-        EnvironmentSetupError: There is no such command.
+        EnvironmentSetupError: A command does not exist.
     """
 
     def __init__(self, catalogue: Catalogue, targets: list[str]) -> None:
@@ -96,35 +96,35 @@ class Alerts:
         self._folder = _Seen("")
 
     def start(self) -> None:
-        """Look on from now, beside whatever else this process does."""
+        """Start checking in a background thread."""
         threading.Thread(target=self._go, name="alerts", daemon=True).start()
 
     def _go(self) -> None:
         while True:
             try:
                 self.tell(self.look(time.monotonic()))
-            except Exception as error:  # a page that stays up is worth more than an alert
+            except Exception as error:  # keeping the page up matters more than an alert
                 log.warning("alerts: %s: %s", type(error).__name__, printable(error))
             time.sleep(LOOK_S)
 
     def tell(self, alerts: list[Alert]) -> None:
-        """Send alerts; a target that cannot be reached costs one line until it can be again."""
+        """Send alerts; an unreachable target is logged once until it can be reached again."""
         for alert in alerts:
             for target in self._targets:
                 target.tell(alert)
 
     def look(self, now: float) -> list[Alert]:
-        """What is new since the last look.
+        """The alerts since the last check.
 
         Args:
-            now: By a clock that does not jump.
+            now: Time of a monotonic clock.
         """
         rows = self._catalogue.rows()
         found = [alert for row in rows for alert in self._of_run(row, now)]
         known = {row.id for row in rows}
         self._runs = {key: value for key, value in self._runs.items() if key in known}
         found += self._of_disk(now)
-        if not self._looked:  # what was so before is no news
+        if not self._looked:  # conditions that existed before are not news
             self._looked = True
             return []
         if len(found) <= MOST_AT_ONCE:
@@ -136,18 +136,18 @@ class Alerts:
     def _of_run(self, row: Row, now: float) -> Iterator[Alert]:
         seen = self._runs.get(row.id)
         if seen is None:
-            # A run that came and failed between two looks was running in between.
+            # A run that started and failed between two checks was running in between.
             seen = self._runs[row.id] = _Seen(RUNNING if row.status == "failed" else row.status, row.verdict)
         if row.status != seen.status:
             if seen.status == RUNNING and row.status in _BADLY:
                 if not seen.may_tell("ended", now):
-                    return  # later, if it is still so
+                    return  # alert later, if it is still so
                 words = "has written nothing for a minute" if row.status == UNFINISHED else "failed"
                 yield Alert("ended", row.name, f"{row.name} {words}", row.steps)
             seen.status, seen.window = row.status, None
             seen.rates.clear()
         if row.verdict not in (None, INCONCLUSIVE, seen.verdict):
-            if seen.verdict in (None, INCONCLUSIVE):  # a first verdict is no change
+            if seen.verdict in (None, INCONCLUSIVE):  # a first verdict is not a change
                 seen.verdict = row.verdict
             elif seen.may_tell("verdict", now):
                 words = f"{_plain(seen.verdict)} before, now {_plain(row.verdict)}"
@@ -156,7 +156,7 @@ class Alerts:
         if row.status != RUNNING:
             return
         yield from self._once(seen, "loss", row, self._bad_loss(seen, row), now)
-        if row.verdict is not None:  # only of runs that are judged anyway
+        if row.verdict is not None:  # only for runs that are judged anyway
             yield from self._once(seen, "straggler", row, self._straggler(row), now)
         slow = self._slowness(seen, row, now)
         if slow is not None:
@@ -170,7 +170,7 @@ class Alerts:
             yield Alert(kind, None, text) if row is None else Alert(kind, row.name, f"{row.name}: {text}", row.steps)
 
     def _bad_loss(self, seen: _Seen, row: Row) -> str | None:
-        """Words where the loss is no number now, or was for a step since the last look."""
+        """A message if the loss is not finite now, or was not in a step since the last check."""
         if row.verdict is not None and (run := self._catalogue.find(row.id)) is not None:
             with run.lock:
                 bad = [event for event in run.events if event.kind == "loss" and (event.step or 0) > seen.bad_step]
@@ -187,7 +187,7 @@ class Alerts:
         return f"{'one rank' if slowest is None else f'rank {slowest}'} holds the others up"
 
     def _slowness(self, seen: _Seen, row: Row, now: float) -> str | None:
-        """Words where the last minute was slow, none (an empty text) where it was not; None: no minute has ended."""
+        """A message if the last minute was slow, an empty text if it was not; None: no minute has ended."""
         if row.steps is None:
             return None
         if seen.window is None:
@@ -208,21 +208,21 @@ class Alerts:
             usage = shutil.disk_usage(self._catalogue.root)
         except OSError:
             return
-        # What is reserved for root is as good as used.
+        # Space reserved for root counts as used.
         share = 1 - usage.free / max(1, usage.free + usage.used)
         text = f"the disk of the runs is {share:.1%} full" if share > _FULL else None
         yield from self._once(self._folder, "disk", None, text, now)
 
 
 class _Target:
-    """A command or an address, and whether the last alert got through."""
+    """A command or URL, and the number of alerts that did not get through."""
 
     def __init__(self, send: Callable[[str], Any]) -> None:
         self._send = send
         self._lost = 0
 
     def tell(self, alert: Alert) -> None:
-        """Send an alert, or say once that it cannot be done."""
+        """Send an alert; if that fails, log it once."""
         try:
             self._send(json.dumps(asdict(alert)))
         except (OSError, subprocess.SubprocessError, ValueError, HTTPException) as error:

@@ -1,4 +1,4 @@
-"""Many curves over one axis in bounded memory: neighbouring points are joined to bins of minimum, maximum and mean."""
+"""Many curves over one axis in bounded memory: neighbouring points are merged into bins of min, max and mean."""
 
 from __future__ import annotations
 
@@ -9,22 +9,31 @@ from typing import Any
 
 MOST_CHANNELS = 64
 _DIGITS = 6
+_NOTHING: Sequence[float | None] = (None, None, None)
 
 
 class Bin:
-    """Neighbouring points: where they lie, and of each channel how many values there are, their sum, least and most."""
+    """Neighbouring points: their range, and for each channel the count, sum, minimum and maximum of its values."""
 
-    __slots__ = ("channels", "count", "first", "last", "time")
+    __slots__ = ("_shown", "channels", "count", "first", "last", "time")
 
     def __init__(self, x: float, time: float) -> None:
         self.first = self.last = x
         self.time = time  # of the last point
         self.count: float = 0
         self.channels: dict[str, list[float]] = {}
+        self._shown: dict[str, list[float | None]] | None = None
+
+    def shown(self) -> dict[str, list[float | None]]:
+        """Mean, minimum and maximum of each channel, with the digits that a curve can show."""
+        if self._shown is None:
+            sums = self.channels.items()
+            self._shown = {name: [short(item[1] / item[0]), short(item[2]), short(item[3])] for name, item in sums}
+        return self._shown
 
     def add(self, x: float, time: float, values: Mapping[str, float], weight: float = 1) -> None:
-        """Take one point in; values that are not finite are left out."""
-        self.last, self.time = x, time
+        """Add one point; values that are not finite are ignored."""
+        self.last, self.time, self._shown = x, time, None
         self.count += weight
         channels = self.channels
         for name, value in values.items():
@@ -43,8 +52,8 @@ class Bin:
                 sums[3] = value
 
     def join(self, later: Bin) -> None:
-        """Take the points of a later bin in."""
-        self.last, self.time = later.last, later.time
+        """Merge a later bin into this one."""
+        self.last, self.time, self._shown = later.last, later.time, None
         self.count += later.count
         for name, more in later.channels.items():
             sums = self.channels.get(name)
@@ -59,10 +68,10 @@ class Bin:
 
 
 class Bins:
-    """Curves that never hold more than `limit` bins, all but the last of equally many points.
+    """Curves of at most `limit` bins, all but the last with equally many points.
 
     Args:
-        limit: Most bins to keep; where there would be more, neighbours are joined in pairs.
+        limit: Most bins to keep; if there would be more, neighbours are merged in pairs.
     """
 
     def __init__(self, limit: int = 2_000) -> None:
@@ -70,23 +79,24 @@ class Bins:
         self.stride = 1
         self._limit = limit // 2 * 2
         self._bins: list[Bin] = []
+        self._groups: tuple[int, list[Bin]] = (1, [])  # bins per group, and the groups that are complete
 
     def __len__(self) -> int:
         return len(self._bins)
 
     @property
     def last(self) -> float | None:
-        """Where the last point lies."""
+        """Position of the last point."""
         return self._bins[-1].last if self._bins else None
 
     def add(self, x: float, time: float, values: Mapping[str, float], weight: float = 1) -> None:
-        """Take one point in. The axis never goes back: a point that lies before the last is put beside it.
+        """Add one point. The axis never goes back: a point before the last one is moved to the last position.
 
         Args:
-            x: Where it lies.
-            time: Its moment.
-            values: One of each channel.
-            weight: How many points it stands for, where it is one of a sample.
+            x: Its position.
+            time: Its time.
+            values: One value per channel.
+            weight: How many points it stands for, if it is one of a sample.
         """
         bins = self._bins
         if bins and x < bins[-1].last:
@@ -96,22 +106,33 @@ class Bins:
                 for left, right in zip(bins[::2], bins[1::2]):
                     left.join(right)
                 self._bins = bins = bins[::2]
+                self._groups = (1, [])
                 self.stride *= 2
             bins.append(Bin(x, time))
         bins[-1].add(x, time, values, weight)
 
     def between(self, first: float | None, last: float | None) -> list[Bin]:
-        """The bins that hold any point of a range."""
+        """The bins that contain any point of a range."""
         low = 0 if first is None else bisect_left(self._bins, first, key=lambda item: item.last)
         high = len(self._bins) if last is None else bisect_left(self._bins, last, key=lambda item: item.first)
         if last is not None and high < len(self._bins) and self._bins[high].first <= last:
             high += 1
         return self._bins[low:high]
 
+    def joined(self, most: int) -> list[Bin]:
+        """All bins, merged into at most `most`; complete groups are kept for the next time."""
+        size = _group_size(len(self._bins), most)
+        if self._groups[0] != size:
+            self._groups = (size, [])
+        groups = self._groups[1]
+        complete = (len(self._bins) - 1) // size  # the last bin still grows
+        groups += joined(self._bins[len(groups) * size : complete * size], complete - len(groups))
+        return groups + joined(self._bins[complete * size :], 1)
+
 
 def joined(bins: Sequence[Bin], most: int) -> list[Bin]:
-    """At most so many bins, each of equally many of those given, which stay as they are."""
-    size = max(1, math.ceil(len(bins) / max(most, 1)))
+    """Merge bins into at most `most`, each of equally many, without changing the given ones."""
+    size = _group_size(len(bins), most)
     found = []
     for start in range(0, len(bins), size):
         group = bins[start : start + size]
@@ -122,19 +143,24 @@ def joined(bins: Sequence[Bin], most: int) -> list[Bin]:
     return found
 
 
+def _group_size(count: int, most: int) -> int:
+    return max(1, math.ceil(count / max(most, 1)))
+
+
 def table(bins: Sequence[Bin], bands: Container[str] = ()) -> dict[str, Any]:
-    """Bins as columns: the end of each, its time and number of points, and of each channel the mean.
+    """Bins as columns: the end of each, its time, its number of points, and the mean of each channel.
 
     Args:
-        bands: Channels of which minimum and maximum are wanted too.
+        bins: The bins.
+        bands: Channels for which minimum and maximum are included too.
     """
     channels: dict[str, dict[str, list[float | None]]] = {}
-    for name in dict.fromkeys(name for item in bins for name in item.channels):
-        sums = [item.channels.get(name) for item in bins]
-        channels[name] = {"mean": [None if part is None else short(part[1] / part[0]) for part in sums]}
+    shown = [item.shown() for item in bins]
+    for name in dict.fromkeys(name for item in shown for name in item):
+        columns = [item.get(name, _NOTHING) for item in shown]
+        channels[name] = {"mean": [part[0] for part in columns]}
         if name in bands:
-            channels[name]["min"] = [None if part is None else short(part[2]) for part in sums]
-            channels[name]["max"] = [None if part is None else short(part[3]) for part in sums]
+            channels[name] |= {"min": [part[1] for part in columns], "max": [part[2] for part in columns]}
     return {
         "x": [item.last for item in bins],
         "time": [round(item.time, 3) for item in bins],
@@ -144,7 +170,7 @@ def table(bins: Sequence[Bin], bands: Container[str] = ()) -> dict[str, Any]:
 
 
 def short(value: float) -> float | None:
-    """A number in the digits that a curve can show; None for one that is not finite."""
+    """A number with the digits that a curve can show; None if it is not finite."""
     if not math.isfinite(value):
         return None
     return value if isinstance(value, int) and abs(value) < 10**_DIGITS else float(f"{value:.{_DIGITS}g}")

@@ -1,4 +1,4 @@
-"""All runs below one folder: which there are, which of them go on, and one row of figures for each."""
+"""All runs below one folder: their status, and one row of values for each."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ RUNNING, UNFINISHED = "running", "unfinished"
 MOST_RUNS = 2_000
 MOST_DEPTH = 4
 MOST_INDEXED = 16  # runs whose curves are kept in memory
-MOST_FOLLOWED = 8  # running ones that are indexed for the table alone
-LIVE_S = 60.0  # a run that has not written for so long has ended, however it did
-LIVE_STEPS = 5.0  # where its steps take long and nothing samples the machine: for so many of them
+MOST_FOLLOWED = 8  # running ones that are indexed only for the table
+LIVE_S = 60.0  # a run that has not written anything for this long has ended in some way
+LIVE_STEPS = 5.0  # if its steps take long and the machine is not sampled: this many of them
 SCAN_S = 2.0
 _SUMMARY_LAG_S = 2.0  # a sampler may write once more after the summary
 _TAIL_BYTES = 2**17
@@ -39,10 +39,10 @@ _GROWING_NAME = re.compile(r"(steps|system)-rank\d+\.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One run in the table; None: not known."""
+    """One run in the table; None: unknown."""
 
     id: str
-    name: str  # of the folder, from the root on
+    name: str  # path of the folder relative to the root
     status: str
     model: str | None
     started: float | None
@@ -59,17 +59,17 @@ class Row:
 
 @dataclass(slots=True)
 class _Signs:
-    """What a look at the names in a run folder tells."""
+    """What the names in a run folder tell."""
 
-    written: float  # when the newest file of steps or samples was written, by the clock of its disk
+    written: float  # when the newest file of steps or samples was written, by the file system's clock
     began: float
-    summary: tuple[int, int] | None  # time and size of the summary
-    begun: tuple[int, int] | None  # the same of what was known before
-    sampled: bool  # whether there are samples of the machine: they come every second, however long a step takes
+    summary: tuple[int, int] | None  # modification time and size of the summary
+    begun: tuple[int, int] | None  # the same for begun.json
+    sampled: bool  # whether there are samples of the machine, which come every second however long a step takes
 
 
 class _Brief(NamedTuple):
-    """What the table shows of a run's record."""
+    """The parts of a run's record shown in the table."""
 
     status: str
     model: str | None
@@ -81,23 +81,23 @@ class _Brief(NamedTuple):
 
 @dataclass(slots=True)
 class _Known:
-    """What is remembered of a run from one look to the next."""
+    """What is remembered about a run between two scans."""
 
     folder: RunFolder
     name: str
     written: float | None = None
-    changed_at: float | None = None  # when that was last seen to change, by the clock of this process
+    changed_at: float | None = None  # when `written` was last seen to change, on this process's clock
     summary_key: tuple[int, int] | None = None
     begun_key: tuple[int, int] | None = None
     summary: _Brief | None = None
     tail_key: float | None = None
     tail: tuple[int | None, float | None, float | None] = (None, None, None)  # last step, its loss, samples/s
-    step_s: float | None = None  # the longest of the steps at the end of the file
+    step_s: float | None = None  # the longest of the last steps in the file
     model: str | None = None
 
 
 class Catalogue:
-    """The runs below a folder, or the one run that the folder is.
+    """The runs below a folder, or the folder itself if it is a run.
 
     Args:
         root: The folder. It may be empty, and runs may come and go.
@@ -114,7 +114,7 @@ class Catalogue:
         self._rows: list[Row] = []
 
     def rows(self) -> list[Row]:
-        """One row for each run, newest first; looked for again every few seconds."""
+        """One row per run, newest first; the folder is rescanned every few seconds."""
         with self._lock:
             now = time.monotonic()
             if self._scanned_at is None or now - self._scanned_at >= SCAN_S:
@@ -124,7 +124,7 @@ class Catalogue:
             return self._rows
 
     def find(self, run_id: str) -> WatchedRun | None:
-        """The index of a run by its id, read as far as one portion of its files; None: there is no such run (now)."""
+        """The index of a run by its id, after reading another portion of its files; None if it does not exist."""
         with self._lock:
             if self._scanned_at is None:
                 self.rows()
@@ -136,7 +136,7 @@ class Catalogue:
         return run
 
     def record(self, run_id: str) -> tuple[str, RunRecord] | None:
-        """Status and record of a run: its summary where that is its last word, else what its steps say so far."""
+        """Status and record of a run: its summary if that is final, else a record from its steps so far."""
         with self._lock:
             known = self._known.get(run_id)
             signs = None if known is None else _look(known.folder)
@@ -152,11 +152,11 @@ class Catalogue:
 
     @property
     def is_run(self) -> bool:
-        """True where the folder is a run itself."""
+        """Whether the folder is a run itself."""
         return any(known.folder.path == self.root for known in self._known.values())
 
     def name_of(self, run_id: str) -> str:
-        """What the table calls a run."""
+        """The name of a run in the table."""
         known = self._known.get(run_id)
         return run_id if known is None else known.name
 
@@ -177,7 +177,7 @@ class Catalogue:
         return self._read(known.folder.begun_json, known.begun_key, known.folder.read_begun)
 
     def _read(self, path: Path, key: tuple[int, int] | None, read: Callable[[], RunRecord]) -> RunRecord | None:
-        """A record of a run; those that were wanted last are kept."""
+        """A run's record, with a cache of recently used ones."""
         if key is None or key[1] > _SUMMARY_BYTES:
             return None
         found = self._records.get(path)
@@ -208,7 +208,7 @@ class Catalogue:
         for run_id, known in self._known.items():
             signs = _look(known.folder)
             if signs is None:
-                continue  # deleted meanwhile
+                continue  # deleted in the meantime
             status = self._status(known, signs)
             if known.summary is not None and status not in (RUNNING, UNFINISHED):
                 rows.append(_row_of(run_id, known, known.summary, signs))
@@ -225,7 +225,7 @@ class Catalogue:
         return sorted(rows, key=lambda row: (row.started or 0.0, row.name), reverse=True)
 
     def _status(self, known: _Known, signs: _Signs) -> str:
-        """What the summary says, unless the run went on after it; then whether it still does."""
+        """The status from the summary, unless the run continued after it; then whether it is still running."""
         known.begun_key = signs.begun
         if signs.summary != known.summary_key:
             known.summary_key = signs.summary
@@ -236,24 +236,24 @@ class Catalogue:
             known.changed_at = now
         known.written = signs.written
         silent_s = LIVE_S
-        if not signs.sampled and signs.summary is None:  # nothing but steps tells that it lives
+        if not signs.sampled and signs.summary is None:  # only its steps show that it is alive
             self._tail(known, signs)
             silent_s = max(LIVE_S, LIVE_STEPS * (known.step_s or 0.0))
         is_changing = known.changed_at is not None and now - known.changed_at < silent_s
-        # The disk's clock may be wrong, so a change that was seen counts too; one in the future is recent.
+        # The file system's clock may be wrong, so an observed change counts too; a time in the future counts as recent.
         is_live = is_changing or signs.written > time.time() - silent_s
         brief = known.summary
         if brief is None or signs.summary is None:
             return RUNNING if is_live else UNFINISHED
         if signs.written <= signs.summary[0] / 1e9 + _SUMMARY_LAG_S:
             return brief.status
-        # A copied folder has times in any order: only growth, or more steps than the summary knows, prove a resume.
+        # A copied folder has times in any order: only growth, or more steps than in the summary, prove a resume.
         if (self._tail(known, signs)[0] or 0) > (brief.steps or 0):
             return RUNNING if is_live else UNFINISHED
         return RUNNING if is_changing else brief.status
 
     def _row_of_tail(self, run_id: str, known: _Known, status: str, signs: _Signs) -> Row:
-        """The row of a run without a summary, from the end of its first file of steps."""
+        """The row of a run without a summary, from the end of its first step file."""
         if known.model is None:
             known.model = _workload_of(known.folder)
         steps, loss, speed = self._tail(known, signs)
@@ -289,7 +289,7 @@ def _brief(status: str, record: RunRecord) -> _Brief:
 
 
 def model_of(record: RunRecord) -> str | None:
-    """What trains, as far as the record says: the workload of a config, or the loop of a script."""
+    """What is trained, as far as the record says: the workload of a config, or the loop of a script."""
     if record.workload:
         return record.workload
     found = record.framework
@@ -304,7 +304,7 @@ def _workload_of(folder: RunFolder) -> str:
 
 
 def _run_folders(root: Path) -> list[Path]:
-    """Run folders at or below the root; no link is followed, and a run is not searched for more runs."""
+    """Run folders at or below the root; links are not followed, and a run is not searched for more runs."""
     found: list[Path] = []
     waiting = [(root, 0)]
     while waiting and len(found) < MOST_RUNS:
@@ -320,7 +320,7 @@ def _run_folders(root: Path) -> list[Path]:
         below = [name for name, is_dir in sorted(names.items()) if is_dir and name[0] != "." and name != "checkpoints"]
         if depth < MOST_DEPTH:
             waiting += [(path / name, depth + 1) for name in below]
-        # A config alone may be that of a sweep; where nothing is below it, it is of a run that has just begun.
+        # A config alone may belong to a sweep; if there are no subfolders, it is a run that has just begun.
         if "config.yaml" in names and not below:
             found.append(path)
     return found
@@ -354,7 +354,7 @@ def _look(folder: RunFolder) -> _Signs | None:
 
 
 def _first_time(folder: RunFolder) -> float | None:
-    """When a script's run began: its folder is named after the moment."""
+    """When a script's run began, from its folder's name."""
     match = re.search(r"-(\d{8}-\d{6})(-\d+)?$", folder.path.name)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""The table of runs in the text format that Prometheus reads."""
+"""The table of runs in the Prometheus text format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from frameworm.watch.catalogue import RUNNING, Row
 
 CONTENT_TYPE = "text/plain; version=0.0.4"
-MOST_RUNS = 500  # each is a few time series; the running ones come first, then the newest
+MOST_RUNS = 500  # each has several time series; running ones come first, then the newest
 
 _GAUGES: tuple[tuple[str, str, Callable[[Row], float | None]], ...] = (
     ("frameworm_run_running", "1 while the run writes steps.", lambda row: float(row.status == RUNNING)),
@@ -20,7 +20,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[Row], float | None]], ...] = (
 
 
 def exposition(rows: Iterable[Row]) -> str:
-    """All runs as gauges labelled with the run, and one series that holds its words."""
+    """All runs as gauges labelled with the run, and one info series for its texts."""
     chosen = sorted(rows, key=lambda row: row.status != RUNNING)[:MOST_RUNS]
     lines = []
     for name, text, value_of in _GAUGES:

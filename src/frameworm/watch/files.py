@@ -1,4 +1,4 @@
-"""Files below one folder: read whole or as they grow, and never from anywhere else."""
+"""Files below one folder, read whole or as they grow; files outside are never opened."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _FINGERPRINT_BYTES = 64
 
 
 class Inside:
-    """Opens plain files that lie below `root`, wherever links on the way to them lead.
+    """Opens regular files that are located below `root`, after resolving links.
 
     Args:
-        root: The folder; it may be a link itself.
+        root: The folder, which may be a link itself.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
 
     def open(self, path: Path) -> BinaryIO:
-        """Open a file for reading, without waiting for a pipe.
+        """Open a file for reading, without blocking on a pipe.
 
         Raises:
-            OSError: There is none, it is not a plain file, or it lies outside the folder.
+            OSError: It does not exist, is not a regular file, or is outside the folder.
         """
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -39,7 +39,7 @@ class Inside:
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise OSError(errno.EINVAL, "not a plain file", str(path))
-            # Asked of the open file: a link that is swapped meanwhile changes nothing.
+            # Checked on the open file, so that swapping a link in between has no effect.
             if not _place(descriptor, path).is_relative_to(self.root):
                 raise PermissionError(errno.EACCES, "leads out of the folder that is shown", str(path))
         except BaseException:
@@ -61,7 +61,7 @@ class Inside:
         return content.decode("utf-8")
 
     def tail(self, path: Path, most_bytes: int) -> str:
-        """The last few bytes of a log, from the beginning of a line.
+        """The last bytes of a log, starting at the beginning of a line.
 
         Raises:
             OSError: It cannot be read.
@@ -81,7 +81,7 @@ def _place(descriptor: int, path: Path) -> Path:
 
 
 class Line(NamedTuple):
-    """One line without its end, and where in the file it begins."""
+    """One line without its end, and its offset in the file."""
 
     offset: int
     text: bytes
@@ -91,10 +91,10 @@ class Portion(NamedTuple):
     """What was added to a file.
 
     Attributes:
-        lines: Whole lines; one that is still being written waits for the next portion.
-        anew: The file was replaced or shortened: what was read before no longer holds.
-        behind: Bytes of the file that are left to read.
-        weight: How many lines of the file each of these stands for: more than one in what is read as a sample.
+        lines: Complete lines; a line that is still being written is left for the next portion.
+        anew: The file was replaced or truncated, so everything read before is invalid.
+        behind: Bytes of the file left to read.
+        weight: How many lines of the file each of these stands for; more than one if only a sample is read.
     """
 
     lines: list[Line]
@@ -104,16 +104,16 @@ class Portion(NamedTuple):
 
 
 class Follower:
-    """Reads a growing file of lines, each time on from where it stopped.
+    """Reads a growing file of lines, continuing where it stopped.
 
     Args:
         inside: Opens the file.
-        path: It need not exist yet, and may vanish.
-        backlog_bytes: Of what a larger file holds when it is first read, blocks of lines that are spread over it evenly
-            are read, one with each portion. What is added from then on is read whole.
+        path: The file; it need not exist yet, and may disappear.
+        backlog_bytes: If the file is larger when first read, only blocks of lines of this total size are read, evenly
+            spread, one per portion. Everything added later is read completely.
 
     Attributes:
-        thinning: How many lines of that each one read stands for; 1 where all are read.
+        thinning: How many lines of that backlog each line read stands for; 1 if all are read.
     """
 
     def __init__(self, inside: Inside, path: Path, backlog_bytes: int | None = None) -> None:
@@ -123,16 +123,16 @@ class Follower:
         self._blocks: deque[tuple[int, int]] = deque()
         self._backlog_end = 0
         self.offset = 0
-        self.size = 0  # of the file when it was last looked at
+        self.size = 0  # of the file when it was last checked
         self._inside = inside
         self._identity: tuple[int, int] | None = None
-        self._fingerprint = b""  # the last bytes read: a file rewritten in its place has others there
-        self._skipping = False  # within a line that is too long
+        self._fingerprint = b""  # the last bytes read, to detect a file that was rewritten in place
+        self._skipping = False  # inside a line that is too long
         with contextlib.suppress(OSError, ValueError):
             self.size = path.stat().st_size
 
     def read(self, most_bytes: int) -> Portion:
-        """Read on, at most so many bytes; a file that is gone or unreadable has nothing to add."""
+        """Read up to `most_bytes` more; a file that is missing or unreadable yields nothing."""
         try:
             with self._inside.open(self.path) as file:
                 return self._read(file, max(most_bytes, MOST_LINE_BYTES))
@@ -167,7 +167,7 @@ class Follower:
         return Portion(lines, anew, max(0, status.st_size - self.offset) if end else 0)
 
     def _read_block(self, file: BinaryIO, anew: bool) -> Portion:
-        """The lines that begin in the next block of the sample; after the last one, the file is read from there on."""
+        """The lines that begin in the next block of the sample; after the last block, reading continues normally."""
         begin, end = self._blocks.popleft()
         file.seek(max(0, begin - 1))
         self.offset = begin + max(0, len(file.readline(MOST_LINE_BYTES)) - 1) if begin else 0
@@ -186,7 +186,7 @@ class Follower:
         return Portion(lines, anew, max(0, self._backlog_end - self.offset), weight)
 
     def _skip_to_last(self, file: BinaryIO) -> None:
-        """Go to the last whole line that there was when the file was first read, unless a block held it."""
+        """Skip to the last complete line of the original backlog, unless a block contained it."""
         start = max(self.offset, self._backlog_end - MOST_LINE_BYTES)
         file.seek(start)
         rest = file.read(max(0, self._backlog_end - start))
@@ -194,7 +194,7 @@ class Follower:
         if end:
             begin = rest.rfind(b"\n", 0, end - 1) + 1
             if not begin and start > self.offset:
-                begin = end  # it is too long
+                begin = end  # the line is too long
             self.offset = start + begin
             if begin:
                 self._fingerprint = rest[max(0, begin - _FINGERPRINT_BYTES) : begin]

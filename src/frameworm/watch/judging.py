@@ -1,4 +1,4 @@
-"""What can be said about a run that goes on: its record so far, with verdict and findings by the usual rules."""
+"""The record of a run in progress, with verdict and findings by the usual rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from frameworm.records.schema import Memory, Quality, RunRecord
 from frameworm.watch.run import WatchedRun
 
 SHORTEST_S = 3.0
-COST_SHARE = 0.1  # of the time that judging may take
+COST_SHARE = 0.1  # fraction of the time that judging may take
 
 
 class Judge:
@@ -27,9 +27,10 @@ class Judge:
         self._due = 0.0
         self._config: Config | None = None
         self._config_read = False
+        self._name: str | None = None
 
     def record(self, status: str, before: RunRecord | None) -> RunRecord:
-        """The run so far.
+        """The record of the run so far.
 
         Args:
             status: Its status.
@@ -52,8 +53,10 @@ class Judge:
         config = self._read_config()
         sums: dict[int, RankSums] = {rank: index.sums for rank, index in run.ranks.items()}
         first = next((index for _, index in sorted(run.system.items())), None)
+        if self._name is None:
+            self._name = run.folder.run_name() or run.folder.path.name
         around = Surroundings(
-            name=run.folder.run_name() or run.folder.path.name,
+            name=self._name,
             status=status,
             world_size=max(1, len(sums)),
             facts=facts_of(before),
@@ -62,12 +65,12 @@ class Judge:
             system=None if first is None else first.figures.summary(),
         )
         record, _ = record_of_sums(run.folder, around, sums)
-        record.notes.clear()  # they are about runs that have ended
+        record.notes.clear()  # they apply to runs that have ended
         if run.folder.config.exists():
             record.source = "engine"
         if config is not None:
             record.workload = config.workload
-            # What a config leaves to the machine is known when the run has ended.
+            # Settings that a config leaves to the machine are known only when the run has ended.
             if config.parallel.strategy != "auto":
                 record.strategy = config.parallel.strategy
             if config.gpu.mixed_precision != "auto":
@@ -78,7 +81,7 @@ class Judge:
             record.started, record.source = before.started, before.source
         index = run.first()
         if index is not None and index.latest is not None:
-            # What a sample stands for is an estimate; the number of the latest step is none.
+            # Step counts of a sample are estimates; the number of the latest step is exact.
             record.steps = index.latest.step if index.sums.share < 1 else max(record.steps, index.latest.step)
             latest = index.sums.aggregate.series()[-1:]
             record.quality = Quality(train_loss=latest[0].loss if latest else None)
@@ -100,14 +103,14 @@ class Judge:
         folder = self._run.folder
         if not self._config_read and folder.config.exists():
             self._config_read = True
-            # The environment of whoever watches is not that of the run.
+            # The environment variables of the watching process are not those of the run.
             with contextlib.suppress(FramewormError):
                 self._config = load_config_from_text(folder.read_config(), show_path(folder.config), environ={})
         return self._config
 
 
 def _memory(run: WatchedRun) -> Memory:
-    """The most that was seen of the first rank's memory: of its device where it has one."""
+    """Peak memory of the first rank: of its device if it has one."""
     for _, index in sorted(run.system.items()):
         summary = index.figures.summary()
         if summary is None:

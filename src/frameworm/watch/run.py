@@ -1,4 +1,4 @@
-"""One run, indexed as its files grow: curves, sums and what happened, in memory that does not grow with the steps."""
+"""One run, indexed as its files grow: curves, sums and events, in memory that does not grow with the steps."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from frameworm.records.observations import SystemSample
 from frameworm.records.samples import parse_sample
 from frameworm.records.schema import StepRecord
 from frameworm.records.store import RunFolder
-from frameworm.records.system_figures import SystemFigures
+from frameworm.records.system_metrics import SystemMetrics
 from frameworm.records.writer import StepSeeker, parse_step
 from frameworm.watch.bins import Bin, Bins, joined, table
 from frameworm.watch.files import Follower, Inside
 
 PORTION_BYTES = 2**18  # of one file at a time
-REFRESH_S = 0.25  # of reading in one refresh, so that a long run, or one of many ranks, does not hold up the others
+REFRESH_S = 0.25  # reading time per refresh, so that a long run or one of many ranks does not block the others
 SHORTEST_REFRESH_S = 0.8
 SHORTEST_BUSY_S = 0.02  # while there is more to read
-DETAIL_STEPS = 40_000  # most that are read again to show a part of a long run step by step
-MOST_READ_AGAIN = 2 * DETAIL_STEPS  # the number of steps in a bin of a sample is an estimate
-# Of files that are longer when a run is first shown, a sample is read: as much as takes a few seconds.
+DETAIL_STEPS = 40_000  # most steps that are re-read to show a part of a long run step by step
+MOST_READ_AGAIN = 2 * DETAIL_STEPS  # because the number of steps in a sampled bin is an estimate
+# If files are larger than this when a run is first shown, only a sample is read, which takes a few seconds.
 STEPS_BACKLOG_BYTES = 16 * 2**20
 SAMPLES_BACKLOG_BYTES = 4 * 2**20
 _SMALLEST_BACKLOG_BYTES = 2**14
-_COUNTED_BYTES = 2**16  # of steps that are added to a sample, one block in so many is summed up as well
+_COUNTED_BYTES = 2**16  # of steps added after a sample, only some blocks of this size are summed up
 MOST_EVENTS = 200
 MOST_EPOCHS = 10_000
 MOST_RANKS = 1_024
@@ -63,7 +63,7 @@ _RATES = ("disk_read_bytes", "disk_write_bytes", "network_sent_bytes", "network_
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened in a run."""
+    """An event of a run."""
 
     time: float | None
     step: int | None
@@ -72,12 +72,12 @@ class Event:
 
 
 class RankIndex:
-    """The steps of one rank: their curves, their sums, and what happened on rank 0.
+    """The steps of one rank: their curves, their sums, and for the first rank its events.
 
     Args:
         limit: Most bins of its curves.
-        events: Where to put what happened; None: nowhere.
-        share: Of the steps that are summed up, where those are a sample.
+        events: Receives the events; None: they are not recorded.
+        share: Fraction of the steps that are summed up, if they are a sample.
     """
 
     def __init__(self, limit: int, events: deque[Event] | None, share: float = 1.0) -> None:
@@ -92,13 +92,13 @@ class RankIndex:
         self._bad_loss = False
 
     def add(self, step: StepRecord, weight: float = 1.0, *, follows: bool = True, counts: bool = True) -> None:
-        """Take one step in.
+        """Add one step.
 
         Args:
             step: The step.
             weight: How many steps it stands for in the curves.
             follows: False: steps before it were left out.
-            counts: Whether it belongs to those that are summed up.
+            counts: Whether it is included in the sums.
         """
         if not math.isfinite(step.step_s) or step.step_s < 0:
             return
@@ -140,16 +140,16 @@ class RankIndex:
 
 
 class SystemIndex:
-    """The machine as one rank saw it."""
+    """The machine as sampled by one rank."""
 
     def __init__(self) -> None:
         self.bins = Bins(_SYSTEM_BINS)
-        self.figures = SystemFigures()
+        self.figures = SystemMetrics()
         self.latest: SystemSample | None = None
         self._elapsed_s = 0.0
 
     def add(self, sample: SystemSample) -> None:
-        """Take one sample in; a clock that goes back counts as one that stands still."""
+        """Add one sample; if the clock goes back, no time is counted."""
         if not math.isfinite(sample.time):
             return
         before = self.latest
@@ -165,7 +165,7 @@ class SystemIndex:
 
 
 class WatchedRun:
-    """A run folder and what was read of it so far. All methods may be called from several threads.
+    """A run folder and what has been read of it. All methods are thread-safe.
 
     Args:
         folder: The run.
@@ -174,8 +174,8 @@ class WatchedRun:
 
     def __init__(self, folder: RunFolder, inside: Inside) -> None:
         self.folder = folder
-        self.version = 0  # rises with everything new
-        self.behind = 0  # bytes of the step files that are left to read
+        self.version = 0  # increases with every change
+        self.behind = 0  # bytes of the step files left to read
         self.lock = threading.RLock()
         self.ranks: dict[int, RankIndex] = {}
         self.system: dict[int, SystemIndex] = {}
@@ -183,12 +183,12 @@ class WatchedRun:
         self._inside = inside
         self._step_files: dict[int, Follower] = {}
         self._system_files: dict[int, Follower] = {}
-        self._left: dict[int, int] = {}  # bytes to read of each rank's steps
-        self._queue: deque[tuple[str, int]] = deque()  # files to read on in
+        self._left: dict[int, int] = {}  # bytes left of each rank's steps
+        self._queue: deque[tuple[str, int]] = deque()  # files to continue with
         self._refreshed_at = -math.inf
 
     def refresh(self) -> None:
-        """Read on in all files for a moment; soon again only while there is more to read."""
+        """Read on in all files for a moment; rate-limited, with a shorter interval while there is more to read."""
         with self.lock:
             began = time.monotonic()
             if began - self._refreshed_at < (SHORTEST_BUSY_S if self.behind else SHORTEST_REFRESH_S):
@@ -197,7 +197,7 @@ class WatchedRun:
                 self._find_files()
                 self._queue.extend(("steps", rank) for rank in sorted(self._step_files))
                 self._queue.extend(("system", rank) for rank in sorted(self._system_files))
-            # A portion of each in turn, so that ranks stay side by side; what is not reached waits for the next time.
+            # One portion of each in turn, so that ranks stay in step; the rest waits for the next refresh.
             while self._queue:
                 kind, rank = self._queue.popleft()
                 read = self._read_steps if kind == "steps" else self._read_samples
@@ -209,7 +209,7 @@ class WatchedRun:
             self._refreshed_at = time.monotonic()
 
     def progress(self) -> float:
-        """The part of the step files that was read, 0 to 1."""
+        """The fraction of the step files that has been read, 0 to 1."""
         size = sum(follower.size for follower in self._step_files.values())
         return 1.0 if not size else max(0.0, 1.0 - self.behind / size)
 
@@ -218,28 +218,30 @@ class WatchedRun:
         return next((index for _, index in sorted(self.ranks.items()) if index.latest is not None), None)
 
     def series(self, first: float | None, last: float | None, most: int) -> dict[str, Any]:
-        """The curves of the first rank between two steps, in at most so many bins.
+        """The curves of the first rank between two steps, in at most `most` bins.
 
-        A part of a long run is read from its file again where that shows more than the bins in memory.
+        A part of a long run is re-read from its file if that shows more detail than the bins in memory.
         """
         with self.lock:
             index = self.first()
             if index is None:
                 return {**table([]), "samples_factor": 1.0}
             bins = index.bins.between(first, last)
+            whole = index.bins.joined(most) if first is None and last is None else None
             stride = index.bins.stride
             factor = self._samples_factor(index)
             rank = min(rank for rank, item in self.ranks.items() if item is index)
             follower = self._step_files[rank]
         steps = sum(item.count for item in bins)
-        # No bin of a sample: the range lies between two of its blocks.
+        # No bins in a sample: the range is between two of its blocks.
         is_coarse = (stride > 1 and bins) or follower.thinning > 1
         if is_coarse and len(bins) < most and steps <= DETAIL_STEPS:
-            bins = self._detail(follower.path, first, last) or bins
-        return {**table(joined(bins, most), _BANDS), "samples_factor": factor}
+            detail = self._detail(follower.path, first, last)
+            bins, whole = (detail, None) if detail else (bins, whole)
+        return {**table(joined(bins, most) if whole is None else whole, _BANDS), "samples_factor": factor}
 
     def heat(self, channel: str, columns: int) -> dict[str, Any]:
-        """Ranks beside each other: the mean of a channel per rank and equally long part of the run."""
+        """Ranks side by side: the mean of a channel per rank and equally long part of the run."""
         with self.lock:
             present = {rank: index for rank, index in sorted(self.ranks.items()) if len(index.bins)}
             ends = [(index.bins.between(None, None)[0].first, index.bins.last or 0.0) for index in present.values()]
@@ -264,7 +266,7 @@ class WatchedRun:
         }
 
     def machine(self, most: int) -> dict[str, Any]:
-        """The machine over the run, seconds since the first sample; of the first few ranks."""
+        """Samples of the machine over the run, for the first few ranks, by seconds since the first sample."""
         with self.lock:
             chosen = [(rank, index) for rank, index in sorted(self.system.items()) if len(index.bins)][:SYSTEM_RANKS]
             return {str(rank): table(joined(index.bins.between(None, None), most)) for rank, index in chosen}
@@ -284,7 +286,7 @@ class WatchedRun:
                     self._system_files.setdefault(int(match[1]), Follower(self._inside, path, backlog))
 
     def _read_steps(self, rank: int) -> bool:
-        """Read a portion of a rank's steps; True: there are more."""
+        """Read a portion of a rank's steps; returns whether there are more."""
         file = self._step_files[rank]
         portion = file.read(PORTION_BYTES)
         leads = rank == min(self._step_files)
@@ -310,7 +312,7 @@ class WatchedRun:
         return min(_RANK_BINS, max(2, _ALL_RANKS_BINS // len(self._step_files)))
 
     def _read_samples(self, rank: int) -> bool:
-        """Read a portion of what a rank's sampler saw; True: there is more."""
+        """Read a portion of a rank's machine samples; returns whether there are more."""
         portion = self._system_files[rank].read(PORTION_BYTES)
         if portion.anew:
             self.system.pop(rank, None)
@@ -324,13 +326,13 @@ class WatchedRun:
         return portion.behind > 0
 
     def _samples_factor(self, first: RankIndex) -> float:
-        """Samples of all ranks to each one of the first."""
+        """Samples of all ranks per sample of the first rank."""
         own = first.sums.aggregate.measured_samples
         every = sum(index.sums.aggregate.measured_samples for index in self.ranks.values())
         return every / own if own else float(len(self.ranks))
 
     def _detail(self, path: Path, first: float | None, last: float | None) -> list[Bin]:
-        """The steps of a range, read from the file again."""
+        """The steps of a range, re-read from the file."""
         bins = Bins(4_000)
         try:
             with self._inside.open(path) as file:
@@ -346,7 +348,7 @@ class WatchedRun:
 
 
 def step_values(step: StepRecord) -> dict[str, float]:
-    """What a step adds to the curves."""
+    """The values that a step adds to the curves."""
     step_s = step.step_s
     phases = step.phases
     values = {
@@ -388,7 +390,7 @@ def _row(bins: list[Bin], channel: str, low: float, width: float, columns: int) 
     for item in bins:
         found = item.channels.get(channel)
         if found is not None:
-            # A bin wider than a column fills all the columns that it lies in.
+            # A bin wider than a column counts in all columns that it overlaps.
             start, end = int((item.first - low) / width), int((item.last - low) / width)
             for column in range(max(start, 0), min(end, columns - 1) + 1):
                 sums[column] += found[1]

@@ -1,4 +1,4 @@
-"""Who may see the page: everybody who has the token, from names that cannot belong to somebody else."""
+"""Who may see the page: anyone who has the token, under host names that cannot belong to another site."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_QUERY_BYTES = 8_192
 
 
 def host_names(host: str) -> frozenset[str]:
-    """Names under which a server bound to `host` may be asked, beside addresses; lower case, without ports."""
+    """Host names of a server bound to `host`, besides addresses; lower case, without ports."""
     names = {"localhost", host.lower()}
     if not is_loopback(host):
         names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
@@ -38,7 +38,7 @@ def host_names(host: str) -> frozenset[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """True for an address or name that only this machine can reach."""
+    """Whether an address or name is only reachable from this machine."""
     if host.lower() == "localhost":
         return True
     try:
@@ -48,16 +48,16 @@ def is_loopback(host: str) -> bool:
 
 
 class Guard:
-    """Stands before the whole application: without the token, every request gets the same 403.
+    """Guards the whole application: without the token, every request gets the same 403.
 
-    The token is taken from `?token=`, from the cookie that a page opened so is given, or from an `Authorization:
-    Bearer` header. A `Host` header that is neither an address nor one of `names` is refused: a web site whose name is
-    pointed at this machine cannot read the page through a visitor's browser.
+    The token is read from `?token=`, from the cookie that the page then sets, or from an `Authorization: Bearer`
+    header. A `Host` header that is neither an address nor one of `names` is rejected, so that a web site whose name is
+    pointed at this machine (DNS rebinding) cannot read the page through a visitor's browser.
 
     Args:
-        app: What is guarded.
+        app: The guarded application.
         token: At least 16 characters.
-        names: Host names to answer to.
+        names: Accepted host names.
         cookie: Name of the cookie; servers on other ports of the host need other names.
     """
 
@@ -69,12 +69,12 @@ class Guard:
         self._cookie = cookie
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or hand it on."""
+        """Answer one request, or pass it on."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            return  # a web socket that nobody accepts is closed with 403
+            return  # a web socket that is not accepted is closed with 403
         headers = {name.lower(): value for name, value in scope["headers"]}
         by_address = self._is_token(_token_in_query(scope["query_string"]))
         known = by_address or self._is_token(self._token_in_headers(headers))

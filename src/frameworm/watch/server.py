@@ -1,4 +1,4 @@
-"""The page and its data over HTTP: plain files, JSON, and changes as server-sent events."""
+"""The page and its data over HTTP: static files, JSON, and changes as server-sent events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,23 +26,25 @@ from frameworm.watch.catalogue import RUNNING, Catalogue
 from frameworm.watch.exposition import CONTENT_TYPE, exposition
 from frameworm.watch.run import WatchedRun
 from frameworm.watch.security import SHORTEST_TOKEN, Guard, host_names
-from frameworm.watch.sharing import Answers, Feeds
+from frameworm.watch.sharing import Answers, Feeds, Shared
 
 DEFAULT_PORT = 7007
 NICENESS = 10
 MOST_STREAMS = 64
 MOST_BINS = 2_000
 MOST_COLUMNS = 400
+_KEEP_CONNECTION_S = 30  # longer than between two updates of a page
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 
 class Service:
-    """The answers to the page's requests, over one catalogue."""
+    """Answers the page's requests from one catalogue."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
         self.feeds = Feeds(self._look)
         self._answers: WeakKeyDictionary[WatchedRun, Answers] = WeakKeyDictionary()
+        self._shared = Shared()
         self._files = _static_files()
 
     async def page(self, request: Request) -> Response:
@@ -50,7 +52,7 @@ class Service:
         return _file(self._files, "index.html")
 
     async def static(self, request: Request) -> Response:
-        """A file of the page, one of those that are known by name."""
+        """A static file of the page; only known names are served."""
         return _file(self._files, request.path_params["name"])
 
     async def runs(self, request: Request) -> Response:
@@ -58,23 +60,23 @@ class Service:
         return JSONResponse(await run_sync(self._rows))
 
     async def run(self, request: Request) -> Response:
-        """Everything about one run but its curves."""
+        """Everything about one run except its curves."""
         found = await run_sync(self._head, request.path_params["run"])
         return _unknown() if found is None else JSONResponse(found)
 
     async def series(self, request: Request) -> Response:
-        """Curves over the steps: `first`, `last` and `bins` choose the part and how fine it is."""
+        """Curves over the steps; `first`, `last` and `bins` choose the range and the resolution."""
         first, last = (_number(request, name) for name in ("first", "last"))
         most = _whole(request, "bins", 600, MOST_BINS)
         return await self._of_run(request, ("series", first, last, most), lambda run: run.series(first, last, most))
 
     async def system(self, request: Request) -> Response:
-        """Curves of the machine."""
+        """Curves of the machine samples."""
         most = _whole(request, "bins", 400, MOST_BINS)
         return await self._of_run(request, ("system", most), lambda run: run.machine(most))
 
     async def ranks(self, request: Request) -> Response:
-        """Ranks beside each other."""
+        """Ranks side by side."""
         channel = request.query_params.get("channel", "work_s")
         columns = _whole(request, "columns", 120, MOST_COLUMNS)
         return await self._of_run(request, ("ranks", channel, columns), lambda run: run.heat(channel, columns))
@@ -84,11 +86,12 @@ class Service:
         name = request.query_params.get("name", "")
         run_id = request.path_params["run"]
 
-        def read() -> str | None:
+        def read() -> bytes | None:
             run = self.catalogue.find(run_id)
-            return None if run is None else view.log_tail(run, self.catalogue.inside, name)
+            text = None if run is None else view.log_tail(run, self.catalogue.inside, name)
+            return None if text is None else text.encode()
 
-        text = await run_sync(read)
+        text = await self._shared.get((run_id, "log", name), read)
         return _unknown() if text is None else PlainTextResponse(text)
 
     async def metrics(self, request: Request) -> Response:
@@ -97,14 +100,14 @@ class Service:
         return Response(text, media_type=CONTENT_TYPE)
 
     async def stream(self, request: Request) -> Response:
-        """Changes as they come: of the table, or of the run that `run` names."""
+        """A stream of changes: of the table, or of the run that `run` names."""
         if self.feeds.followers >= MOST_STREAMS:
             return PlainTextResponse("503: too many pages are open\n", 503)
         events = self.feeds.follow(request.query_params.get("run"))
         return StreamingResponse(events, media_type="text/event-stream")
 
     def _look(self, run_id: str | None) -> tuple[str, dict[str, Any]]:
-        """What a stream tells: `runs` with all rows, or `run` with one run's head."""
+        """The data of a stream: `runs` with all rows, or `run` with one run's head."""
         if run_id is None:
             return "runs", self._rows()
         return "run", self._head(run_id) or {"id": run_id, "status": "gone"}
@@ -132,12 +135,12 @@ class Service:
             answers = self._answers.setdefault(run, Answers())
             return answers.get(question, lambda: run.version, lambda: make(run))
 
-        found = await run_sync(answer)
+        found = await self._shared.get((run_id, *question), answer)
         return _unknown() if found is None else Response(found, media_type="application/json")
 
 
 def make_app(catalogue: Catalogue, token: str, host: str, port: int) -> Guard:
-    """The application: guarded, read-only, and with nothing but the routes below."""
+    """The application: guarded, read-only, and with only the routes below."""
     service = Service(catalogue)
     app = Starlette(
         routes=[
@@ -157,16 +160,16 @@ def make_app(catalogue: Catalogue, token: str, host: str, port: int) -> Guard:
 
 
 class WatchServer:
-    """A bound socket and the page behind it; `serve` answers until the process is interrupted.
+    """A bound socket and the page behind it; `serve` answers requests until the process is interrupted.
 
     Args:
         root: Folder of runs, or one run.
         host: Address to listen on.
-        port: Port; None: 7007, or a free one where that is taken. 0: a free one.
-        token: What a visitor must know; a random one unless given.
+        port: Port; None: 7007, or a free one if that is taken. 0: a free one.
+        token: The access token; None: a random one.
 
     Raises:
-        EnvironmentSetupError: The address cannot be had, or the token is too short or holds spaces.
+        EnvironmentSetupError: The address is not available, or the token is too short or has invalid characters.
     """
 
     def __init__(self, root: Path, host: str = "127.0.0.1", port: int | None = None, token: str | None = None) -> None:
@@ -182,7 +185,7 @@ class WatchServer:
 
     @property
     def url(self) -> str:
-        """The address to open, with the token."""
+        """The URL to open, including the token."""
         shown = f"[{self.host}]" if ":" in self.host else self.host
         if self.host in ("0.0.0.0", "::", ""):
             shown = socket.gethostname()
@@ -191,7 +194,7 @@ class WatchServer:
     def server(self) -> uvicorn.Server:
         """The web server, not yet started."""
         app = make_app(self.catalogue, self.token, self.host, self.port)
-        # No access log: addresses hold the token.
+        # No access log, because URLs contain the token.
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -200,15 +203,47 @@ class WatchServer:
             date_header=False,
             proxy_headers=False,
             lifespan="off",
+            timeout_keep_alive=_KEEP_CONNECTION_S,
             timeout_graceful_shutdown=1,
         )
         return uvicorn.Server(config)
 
     def serve(self) -> None:
-        """Answer until interrupted, at a low priority: a training on the same cores comes first."""
-        os.nice(NICENESS)
-        with contextlib.suppress(KeyboardInterrupt):
+        """Answer until interrupted, at a low priority, because a training on the same cores comes first."""
+        with low_priority(), contextlib.suppress(KeyboardInterrupt):
             self.server().run(sockets=[self.socket])
+
+
+@contextlib.contextmanager
+def low_priority(autogroup: Path = Path("/proc/self/autogroup")) -> Iterator[None]:
+    """Run the block at a low priority.
+
+    Linux may share processors evenly between sessions first (`sched_autogroup_enabled`); then niceness counts only
+    within a session, and a page in a second terminal would take as much as the training. So the session gets the
+    niceness too, if this process leads it or has its terminal in the foreground, and its former one afterwards.
+    """
+    os.nice(NICENESS)
+    former = None
+    if _has_session():
+        with contextlib.suppress(OSError, ValueError):  # other systems have no such file
+            former = int(autogroup.read_text().rpartition("nice")[2])
+            autogroup.write_text(str(max(former, NICENESS)))
+    try:
+        yield
+    finally:
+        if former is not None:
+            with contextlib.suppress(OSError):
+                autogroup.write_text(str(former))
+
+
+def _has_session() -> bool:
+    """Whether the processes of this session wait for this one, or belong to it."""
+    if os.getsid(0) == os.getpid():
+        return True
+    try:
+        return os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
 
 
 def _is_fit(token: str) -> bool:
@@ -222,7 +257,7 @@ def _bind(host: str, port: int | None) -> socket.socket:
             family, kind, protocol, _, address = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0]
             found = socket.socket(family, kind, protocol)
         except (OSError, UnicodeError) as error:
-            raise EnvironmentSetupError(f"--host {host} is no address of this machine: {error}") from error
+            raise EnvironmentSetupError(f"--host {host} is not an address of this machine: {error}") from error
         try:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(address)
@@ -235,7 +270,7 @@ def _bind(host: str, port: int | None) -> socket.socket:
 
 
 def _static_files() -> dict[str, bytes]:
-    """The files of the page by name; what is not in here cannot be asked for."""
+    """The files of the page by name; nothing else is served."""
     found: dict[str, bytes] = {}
 
     def collect(folder: Any, prefix: str) -> None:

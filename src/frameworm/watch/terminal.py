@@ -1,4 +1,4 @@
-"""The table of runs, or one run, in a terminal: for machines that no browser reaches."""
+"""The table of runs, or one run, in a terminal: for machines that no browser can reach."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _MOST_EVENTS = 6
 
 
 def show(root: Path, console: Console, targets: Sequence[str] = ()) -> None:
-    """Draw what there is, again every second until it is interrupted; once where the output is no terminal.
+    """Draw the runs, every second until interrupted; only once if the output is not a terminal.
 
     Args:
         root: Folder of runs, or one run.
         console: Where to draw.
-        targets: Who is told of alerts.
+        targets: Receivers of alerts.
     """
     catalogue = Catalogue(root)
     if targets:
@@ -70,7 +70,7 @@ def _table(catalogue: Catalogue) -> RenderableType:
     table = Table(box=None, pad_edge=False)
     for place, name in enumerate(("run", "status", "steps", "loss", "samples/s", "verdict", "model")):
         figure = 2 <= place <= 4
-        # Half a number is a wrong one; words may be cut.
+        # A truncated number would be wrong; words may be truncated.
         least = max(len(name), *(len(line[place]) for line in lines)) if figure else 8
         table.add_column(name, justify="right" if figure else "left", no_wrap=True, min_width=least)
     for line in lines:

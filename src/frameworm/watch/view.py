@@ -1,4 +1,4 @@
-"""One run as the page shows it: figures and findings in the words of the report, checkpoints, events and logs."""
+"""One run as the page shows it: values and findings as in the report, checkpoints, events and logs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHECKPOINT_NAME = re.compile(r"step-(\d{1,18})")
 
 
 def head_of(catalogue: Catalogue, run_id: str) -> dict[str, Any] | None:
-    """What `head` gives for a run of a catalogue; None: there is no such run (now)."""
+    """The result of `head` for a run of a catalogue; None if there is no such run (any more)."""
     run, found = catalogue.find(run_id), catalogue.record(run_id)
     if run is None or found is None:
         return None
@@ -37,7 +37,7 @@ def head_of(catalogue: Catalogue, run_id: str) -> dict[str, Any] | None:
 
 
 def head(run_id: str, name: str, status: str, record: RunRecord, run: WatchedRun) -> dict[str, Any]:
-    """Everything about a run but its curves, as JSON-ready data."""
+    """Everything about a run except its curves, as JSON-ready data."""
     first = run.first()
     latest = None if first is None else first.latest
     saved = checkpoints(run.folder.path)
@@ -112,7 +112,7 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _validation(record: RunRecord, run: WatchedRun) -> list[dict[str, Any]]:
-    """Validations at the last steps of their epochs, as far as those are known."""
+    """Validations at the last steps of their epochs, as far as these are known."""
     first = run.first()
     ends = {} if first is None else first.epoch_ends
     return [
@@ -123,7 +123,7 @@ def _validation(record: RunRecord, run: WatchedRun) -> list[dict[str, Any]]:
 
 
 def _flops(record: RunRecord) -> dict[str, Any] | None:
-    """What turns steps into MFU: the device's peak, and FLOPs by what a step holds or else of the mean step."""
+    """What is needed to compute MFU: the device's peak, and FLOPs by the content of a step or of the mean step."""
     flops = record.flops
     if flops is None or not flops.per_step or not flops.peak_per_s:
         return None
@@ -132,7 +132,7 @@ def _flops(record: RunRecord) -> dict[str, Any] | None:
 
 
 def checkpoints(folder: Path) -> list[dict[str, Any]]:
-    """The durable checkpoints, newest first, with the moment each became so and its size."""
+    """The durable checkpoints, newest first, with size and the time each was completed."""
     found = []
     with contextlib.suppress(OSError), os.scandir(folder / "checkpoints") as entries:
         for entry in entries:
@@ -154,7 +154,7 @@ def _size(folder: Path) -> int:
 
 
 def _events(record: RunRecord, run: WatchedRun, saved: list[dict[str, Any]]) -> list[Event]:
-    """What happened, newest first: noticed in the steps, slow ones, checkpoints, clocks that were held down."""
+    """Events, newest first: noticed in the steps, slow steps, checkpoints, throttling."""
     found = list(run.events)
     times = {step.step: step.time for step in record.slow_steps}
     for item in outliers(record):
@@ -174,7 +174,7 @@ def _event(event: Event) -> dict[str, Any]:
 
 
 def log_files(folder: Path) -> list[Path]:
-    """Logs of a run: in its folder, in `logs/` there, and beside it under its name."""
+    """Logs of a run: in its folder, in `logs/` there, and next to it under its name."""
     return list(_find_logs(folder))[:MOST_LOGS]
 
 
@@ -190,7 +190,7 @@ def _find_logs(folder: Path) -> Iterator[Path]:
 
 
 def log_tail(run: WatchedRun, inside: Inside, name: str) -> str | None:
-    """The end of one of the run's logs by its name; None: there is none of that name, or it lies elsewhere."""
+    """The end of one of the run's logs by its name; None if there is none, or it is outside the folder."""
     for path in log_files(run.folder.path):
         if path.name == name:
             with contextlib.suppress(OSError):

@@ -71,11 +71,13 @@ def test_what_is_learned_stays_whatever_the_number_of_passes(run_ranks: Ranks, p
             torch.testing.assert_close(once[rank][0][name], value, msg=f"{name} on rank {rank}")
 
 
+@pytest.mark.slow
 def test_buckets_are_set_where_the_script_says_nothing(run_ranks: Ranks) -> None:
     found = run_ranks(train, args=({"bucket_mib": 7, "bucket_views": True}, [1], False))
     assert found[0][1:] == (7 * 2**20, True, False)
 
 
+@pytest.mark.slow
 def test_a_static_graph_is_set_and_learns_the_same(run_ranks: Ranks) -> None:
     plain = run_ranks(train, args=({}, [1] * 4, True))
     found = run_ranks(train, args=({"static_graph": True}, [1] * 4, True))
@@ -110,6 +112,7 @@ def count_gathers(rank: int, world_size: int, switches: dict[str, Any]) -> tuple
     return gathers, facts
 
 
+@pytest.mark.slow
 def test_only_the_last_pass_gathers_once_two_updates_were_alike(run_ranks: Ranks) -> None:
     plain, once = run_ranks(count_gathers, args=({},)), run_ranks(count_gathers, args=({"gather_once": True},))
     assert plain[0][0] == 5 * 4 + 1, "the last update says itself when to gather"

@@ -262,6 +262,7 @@ run_script(script, [])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)
 def test_the_installed_version_does_what_its_option_says(name: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(name) is None:
@@ -275,7 +276,7 @@ def test_the_installed_version_does_what_its_option_says(name: str, tmp_path: Pa
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
         check=True,
     )
     lines = [line[line.index("AUTOCAST") :] for line in ended.stdout.splitlines() if "AUTOCAST" in line]

@@ -176,7 +176,7 @@ def test_switches_are_read_as_they_were_written() -> None:
     assert list(WORDS) == list(Switches.__dataclass_fields__)
     with pytest.raises(ConfigError, match="there is no such switch"):
         Switches.from_dict({"faster": True})
-    with pytest.raises(ConfigError, match="is not of the kind"):
+    with pytest.raises(ConfigError, match="does not have the type"):
         Switches.from_dict({"workers": "many"})
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from frameworm.attach.trial.interception import ModelSwitches
-from frameworm.attach.trial.job import Role, TrialJob
+from frameworm.attach.trial.job import Role, ScriptJob
 from frameworm.attach.trial.lockstep import ComparedRun
 from frameworm.attach.trial.switches import Switches
 from frameworm.numerics.state import read
@@ -23,7 +23,7 @@ MAKERS: dict[str, Any] = {
 
 def compare(folder: Path, role: Role, make: Any) -> list[str]:
     """Train two models in turns with one optimizer, as a run of this role; what it reports."""
-    job = TrialJob("train.py", [], role=role, folder=str(folder), name=role, steps=[2, 3, 4, 99])
+    job = ScriptJob("train.py", [], role=role, folder=str(folder), name=role, steps=[2, 3, 4, 99])
     told: list[str] = []
     run = ComparedRun(
         ModelSwitches(Switches()), job, lambda: folder, lambda item: told.append(f"{item['event']} {item['step']}")

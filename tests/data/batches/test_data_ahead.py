@@ -17,7 +17,7 @@ def threads() -> list[threading.Thread]:
 
 
 def eventually(true: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not true() and time.monotonic() < deadline:
         time.sleep(0.005)
     return true()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frameworm.data.batches.arrange import balanced, bucketed, widths
-from frameworm.data.samples.sampling import share_of
+from frameworm.data.samples.sampling import range_of_rank
 
 lengths_of_any_kind = st.lists(st.integers(1, 300), min_size=1, max_size=150)
 batch_sizes = st.integers(1, 40)
@@ -71,7 +71,7 @@ def test_any_part_of_a_balanced_step_is_balanced(global_batch: int, parts: int) 
     random = sizes[permutation(len(sizes))[: global_batch * 60]].reshape(60, global_batch)
     spread, random_spread = [], []
     for rank in range(parts):
-        begin, end = share_of(global_batch, rank, parts)
+        begin, end = range_of_rank(global_batch, rank, parts)
         expected = sizes.mean() * (end - begin)
         spread.append(np.abs(table[:, begin:end].sum(axis=1) - expected))
         random_spread.append(np.abs(random[:, begin:end].sum(axis=1) - expected))

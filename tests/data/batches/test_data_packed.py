@@ -168,6 +168,7 @@ def test_capacities_are_rounded_up(tokens: int, capacity: int) -> None:
     data=st.data(),
 )
 @settings(deadline=None, max_examples=60)
+@pytest.mark.slow
 def test_a_packed_epoch_on_any_number_of_ranks(
     size: int, global_batch: int, micro: int, world: int, drop_last: bool, shuffle: bool, data: Any
 ) -> None:
@@ -319,7 +320,7 @@ def test_the_next_epoch_is_drawn_ahead() -> None:
         assert all(equal(left, right) for left, right in zip(drawn, alone, strict=True))
     for thread in threading.enumerate():
         if thread.name == "frameworm-next-epoch":
-            thread.join(10)
+            thread.join(60)
     assert loader.sampler is not None
     assert loader.sampler.has_order(11)
 

@@ -116,7 +116,7 @@ def _run(target: object, cache_dir: Path, count: int) -> list[int | None]:
         for process in processes:
             process.start()
         for process in processes:
-            process.join(60)
+            process.join(150)
         return [process.exitcode for process in processes]
     finally:
         for process in processes:

@@ -275,6 +275,7 @@ def test_real_ag_news() -> None:
     assert len(train.texts) >= 40_000
 
 
+@pytest.mark.slow
 def test_real_imdb() -> None:
     for samples in read(find_corpus("imdb", str(real_data("imdb")))):
         assert len(samples.texts) == 25_000

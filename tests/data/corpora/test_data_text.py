@@ -165,6 +165,7 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
+@pytest.mark.slow
 def test_generated_set_needs_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = DataConfig(cache_dir=str(tmp_path))
     first = load_text_classification(config, max_seq_len=64, seed=0)
@@ -276,6 +277,7 @@ def real_data(name: str) -> Path:
     return Path(root) / name
 
 
+@pytest.mark.slow
 def test_real_imdb_slice_with_berts_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, vocabulary = real_data("imdb"), real_data("vocab/bert-base-uncased-vocab.txt")
     original = text_module.find_corpus

@@ -88,6 +88,7 @@ def test_ranks_read_each_sample_once(
             assert min(map(len, shares)) > SIZE // world_size // 3, "no rank is left with almost nothing"
 
 
+@pytest.mark.slow
 def test_shuffled_epochs_differ_and_are_the_same_again(folder: Path) -> None:
     pytest.importorskip("datasets")
     first, second = read(0, 1, "hugging face, shuffled", str(folder), 0, 2)

@@ -18,14 +18,14 @@ from planted_facts import make_record, make_steps
 from frameworm.diagnose.rules.cost import SEVERITIES
 from frameworm.diagnose.rules.judge import CODES, judge
 from frameworm.diagnose.targets import grade_targets
-from frameworm.records import observations, schema
+from frameworm.records import estimate, observations, schema
 from frameworm.records.schema import PHASES, RunRecord, StepRecord
 
 NUMBERS = (0.0, 1e-12, 0.001, 0.03, 0.5, 0.97, 1.0, 2.0, 50.0, 1e12, 1e300, 5e-324, -1.0, math.nan, math.inf)
 COUNTS = (0, 1, 2, 8, 64, 1000, 10**12, 2**40)
 WORDS = ("", "cpu", "NVIDIA H200", "fp32", "engine", "attached", "thermal", "forward")
 KEYS = (*PHASES, "sync_s", "logging_s", "device", "cpus_usable", "torch_threads", "memory_bytes")
-NAMES = {**vars(schema), **vars(observations)}
+NAMES = {**vars(estimate), **vars(schema), **vars(observations)}
 
 
 def invent(draw: random.Random, kind: Any) -> Any:

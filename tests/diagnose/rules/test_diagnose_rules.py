@@ -20,7 +20,7 @@ from planted_facts import (
     rank,
 )
 
-from frameworm.diagnose.rules.judge import CODES, RULES, Judgement, apply_judgement, judge
+from frameworm.diagnose.rules.judge import CODES, RULES, Diagnosis, apply_judgement, judge
 from frameworm.records.observations import Compression, OtherTime, Place, SystemSummary
 from frameworm.records.schema import (
     Batch,
@@ -52,7 +52,7 @@ def judged(
     trace: Any = None,
     baseline: Any = None,
     **fields: Any,
-) -> Judgement:
+) -> Diagnosis:
     steps = make_steps({**COMPUTE, **(phases or {})}, **(steps_args or {}))
     record = make_record(steps, device, world_size, **fields)
     return judge(record, steps=steps, config=config, trace=trace, baseline=baseline)
@@ -206,7 +206,7 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 }
 
 
-def finding_of(judgement: Judgement, code: str) -> Finding | None:
+def finding_of(judgement: Diagnosis, code: str) -> Finding | None:
     return next((finding for finding in judgement.findings if finding.code == code), None)
 
 
@@ -488,6 +488,13 @@ def test_what_this_version_does_not_have_is_not_advised() -> None:
     assert "parallel.compression" in theirs
 
 
+def test_smaller_buckets_are_advised_in_the_unit_of_the_setting() -> None:
+    sent = Communication(0.02, 0.01, 80 * 2**20, 0.0, None, [Bucket(40 * 2**20, 0, 0, 1)] * 2)
+    remedies = judged(**{**CASES["communication_bound"][0], "communication": sent}).findings[0].remedies
+    sizes = [remedy.value for remedy in remedies if remedy.knob == "parallel.bucket_cap_mb"]
+    assert sizes == [10.0], "eight buckets; torch's megabytes are 2**20 bytes"
+
+
 def test_compression_is_advised_by_what_is_sent_now() -> None:
     fault = {**CASES["communication_bound"][0]}
     before = fault.get("communication") or Communication()
@@ -630,7 +637,7 @@ def seen(work: str = "computing", samples: int = 100, places: int = 1, **others:
     return OtherTime(sum(works.values()), works, found[:5])
 
 
-def scripted(other_s: float, other_time: OtherTime | None, **fields: Any) -> Judgement:
+def scripted(other_s: float, other_time: OtherTime | None, **fields: Any) -> Diagnosis:
     return judged({"other": other_s}, source="attached", other_time=other_time, **fields)
 
 
@@ -697,14 +704,14 @@ def test_time_that_a_gpu_hides_costs_nothing() -> None:
     assert judgement.verdict == "healthy"
 
 
-TOO_SHORT: list[Callable[[], Judgement]] = [
+TOO_SHORT: list[Callable[[], Diagnosis]] = [
     lambda: judged({"data_wait": 0.02}, steps_args={"count": 12}),
     lambda: judge(make_record(make_steps(count=3))),
 ]
 
 
 @pytest.mark.parametrize("short", TOO_SHORT)
-def test_a_short_run_is_inconclusive(short: Callable[[], Judgement]) -> None:
+def test_a_short_run_is_inconclusive(short: Callable[[], Diagnosis]) -> None:
     judgement = short()
     assert (judgement.verdict, judgement.findings) == ("inconclusive", [])
     assert "train longer" in judgement.notes[0]

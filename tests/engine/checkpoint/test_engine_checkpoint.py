@@ -109,7 +109,7 @@ def test_ranks_that_hold_different_states_write_none(tmp_path: Path) -> None:
         return snapshot
 
     ranks = save_on_two(tmp_path, 1, [shares[0], forgetful])
-    assert all("nobody wrote model/small" in str(item.problem) for item in ranks)
+    assert all("no rank wrote model/small" in str(item.problem) for item in ranks)
     assert list_checkpoints(tmp_path) == []
 
 

@@ -298,7 +298,7 @@ def test_storage_that_hangs_costs_checkpoints_and_not_the_training(
     assert settled == [1, 2, 3, 4]  # what ranks do together they do
     assert store.failed == 3
     assert waits_s == [0.2], "training waits for it once"
-    assert "on its way to storage" in str(store.problem)
+    assert "has not reached storage" in str(store.problem)
     released.set()
     store.wait()
     store.save(5, share(5))
@@ -314,7 +314,7 @@ def test_an_end_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Monke
     begin = time.monotonic()
     store.close(0.3)
     assert time.monotonic() - begin < 40  # storage takes 60
-    assert "could not be written: storage has not taken it" in str(store.problem)
+    assert "could not be written: storage has not accepted it" in str(store.problem)
     released.set()
 
 
@@ -338,7 +338,7 @@ def test_a_rank_that_skips_makes_all_do_without(tmp_path: Path, monkeypatch: pyt
 
     hash_store = HashStore()
     released = threading.Event()
-    ranks = [make_store(tmp_path, asynchronous=True, reports=RankReports(hash_store, rank, 2, 20)) for rank in (0, 1)]
+    ranks = [make_store(tmp_path, asynchronous=True, reports=RankReports(hash_store, rank, 2, 60)) for rank in (0, 1)]
     perform = ranks[1]._writer.perform
 
     def slow(order: dict[str, Any], *more: Any) -> dict[str, Any]:
@@ -480,7 +480,7 @@ def test_to_compress_pays_on_a_slow_disk_only() -> None:
         time.sleep(0.02)
         return content[: len(content) // 2]
 
-    assert shard_writing.pays(parts, compress, 1e6)[0]
+    assert shard_writing.pays(parts, compress, 1e4)[0]  # whatever a busy machine adds to those 20 ms
     assert not shard_writing.pays(parts, compress, 1e10)[0]
     assert not shard_writing.pays(parts, lambda content: content, 1e6)[0]
 

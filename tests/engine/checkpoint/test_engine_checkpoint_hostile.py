@@ -61,13 +61,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "longer": (lambda path: os.truncate(path / SHARD, 10**6), f"{SHARD} is truncated: 1000000 of"),
     "bit flip": (lambda path: _flip(path / SHARD), f"{SHARD} is corrupt"),
     "link": (lambda path: _link(path / SHARD), f"{SHARD} cannot be read"),
-    "pipe": (lambda path: _pipe(path / SHARD), f"{SHARD} is no plain file"),
+    "pipe": (lambda path: _pipe(path / SHARD), f"{SHARD} is not a regular file"),
     "manifest torn": (lambda path: os.truncate(path / "manifest.json", 300), "only half of one"),
     "manifest empty": (lambda path: (path / "manifest.json").write_text(""), "only half of one"),
-    "manifest not text": (lambda path: (path / "manifest.json").write_bytes(b"\xff\xfe\x00"), "it is no text"),
+    "manifest not text": (lambda path: (path / "manifest.json").write_bytes(b"\xff\xfe\x00"), "it is not text"),
     "manifest deep": (lambda path: (path / "manifest.json").write_text("[" * 100_000), "not the manifest"),
     "manifest of a list": (lambda path: (path / "manifest.json").write_text("[]"), "not the manifest"),
-    "manifest link": (lambda path: _link(path / "manifest.json"), "no plain file"),
+    "manifest link": (lambda path: _link(path / "manifest.json"), "not a regular file"),
     "manifest changed": (
         lambda path: (path / "manifest.json").write_text(
             (path / "manifest.json").read_text().replace('"step": 3', '"step": 4')
@@ -80,7 +80,7 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "absolute path": (lambda content: _rename_file(content, "/etc/passwd"), "'/etc/passwd'"),
     "file not listed": (
         lambda content: content["tensors"]["model/large"]["parts"][0].__setitem__(0, "rank-00009.safetensors"),
-        "none of its files",
+        "which it does not list",
     ),
     "absurd rows": (
         lambda content: content["tensors"]["model/large"]["parts"][0].__setitem__(2, 10**15),
@@ -172,8 +172,11 @@ INSIDE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "gone cannot be read",
     ),
     "no model": (lambda content: content["shared"].pop("model"), "has no model"),
-    "odd object": (lambda content: content["shared"].update(model={"$call": "os.system"}), "holds a $call"),
-    "odd dtype": (lambda content: content["shared"].update(model={"$dtype": "load"}), "holds a $dtype"),
+    "odd object": (
+        lambda content: content["shared"].update(model={"$call": "os.system"}),
+        "a $call has invalid content",
+    ),
+    "odd dtype": (lambda content: content["shared"].update(model={"$dtype": "load"}), "a $dtype has invalid content"),
     "ranks of text": (lambda content: content.update(ranks=["x"]), "no state of the ranks"),
 }
 

@@ -198,11 +198,20 @@ def test_a_save_that_is_put_off_starts_when_storage_is_free() -> None:
     assert late == [3.0]
 
 
-class _Beside(Callback):
-    """Takes as long for a step as storage on one of the ranks takes for a fifth of a checkpoint."""
+class _Paced(nn.Module):
+    """Takes a while for each step of training, and counts them."""
 
-    def on_step(self, step: Any) -> None:
-        time.sleep(0.02)
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.begun = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.begun += 1
+            time.sleep(0.02)
+        scores: torch.Tensor = self.inner(inputs)
+        return scores
 
 
 def _on_slow_storage(rank: int, world_size: int, folder: str) -> tuple[list[int], Any, float]:
@@ -214,14 +223,17 @@ def _on_slow_storage(rank: int, world_size: int, folder: str) -> tuple[list[int]
         saves(self, step, *args, **more)
 
     CheckpointStore.save = save  # type: ignore[method-assign]
-    perform = Writer.perform
+    perform, model = Writer.perform, _Paced()
 
     def slow(self: Writer, *args: Any) -> Any:
-        time.sleep(0.1 * rank)
+        """On one of the ranks storage takes as long as five steps, or until the last one."""
+        enough = min(16, model.begun + 5 * rank)
+        while model.begun < enough:
+            time.sleep(0.005)
         return perform(self, *args)
 
     Writer.perform = slow  # type: ignore[method-assign]
-    _, record = _train(Path(folder), epochs=4, every_steps=2, keep=50, callbacks=[_Beside()])
+    _, record = _train(Path(folder), model=model, epochs=4, every_steps=2, keep=50)
     return taken, record.checkpoint, record.checkpoint.stall_s
 
 

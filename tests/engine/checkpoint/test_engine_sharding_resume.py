@@ -1,4 +1,4 @@
-"""Checkpoints move between strategies and numbers of processes, and training goes on as if nothing had happened."""
+"""Checkpoints move between strategies and numbers of processes, and training continues as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -86,6 +86,7 @@ def test_checkpoints_of_two_processes_go_on_in_one(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_checkpoint_of_one_process_goes_on_in_two(
     run_ranks: Callable[..., list[Any]], tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
 ) -> None:
@@ -143,6 +144,7 @@ def _manifest(folder: str) -> Manifest:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_no_rank_holds_the_whole_state_of_zero3(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     for found in run_ranks(_shares, 2, (str(tmp_path / "run"),), timeout_s=DEADLINE_S):
         assert len(found["copied"]) >= 3

@@ -187,7 +187,7 @@ def test_a_spike_is_judged_by_all_ranks_and_across_looks() -> None:
             watch.look()
     assert told == [1]
     assert watch.notes == [
-        "the loss jumped to 8 in step 95, from 2; the model is that of step 7 again, and training goes on with the "
+        "the loss jumped to 8 in step 95, from 2; the model is that of step 7 again, and training continues with the "
         "next samples"
     ]
 

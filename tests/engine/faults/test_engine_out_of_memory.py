@@ -154,6 +154,7 @@ def test_all_ranks_end_and_know_the_cause(run_ranks: Any) -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.slow
 def test_half_the_micro_batch_trains_the_same(accumulation: int, backward: bool) -> None:
     data = classification(50)  # the last step is short
     _, expected, steps = fit(mlp(), data, optimizer="adamw", batch_size=2, accumulation=4 * accumulation, epochs=2)
@@ -191,6 +192,7 @@ def test_losses_that_count_tokens_stay_right() -> None:
     assert torch.allclose(results[0], results[1], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_one_sample_cannot_be_halved() -> None:
     model = Small(mlp(), most=0)
     with pytest.raises(OutOfMemoryError, match="1 samples"):
@@ -247,6 +249,7 @@ def _plain(rank: int, world_size: int) -> torch.Tensor:
     return fit(mlp(), classification(27), optimizer="adamw", batch_size=2, accumulation=2, epochs=2, clip_norm=0.5)[1]
 
 
+@pytest.mark.slow
 def test_two_ranks_halve_together(run_ranks: Any) -> None:
     expected = run_ranks(_plain)[0]
     first, second = run_ranks(_halved, args=(2, 4, 1))
@@ -296,6 +299,7 @@ def build(config):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_launched_run_ends_within_30_s_of_the_failure(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN_WORKLOAD)
     (tmp_path / "own.yaml").write_text(

@@ -186,6 +186,7 @@ def test_gradients_that_are_there_beforehand() -> None:
     )
 
 
+@pytest.mark.slow
 def test_memory_grows_linearly_with_the_batch() -> None:
     model, make = gpt()
     run = DryRun(model, make, device="cpu")
@@ -330,6 +331,7 @@ def test_half_layers_are_as_fully_shard_calls_them() -> None:
     assert planned.kept == pytest.approx(really_kept(model, loss, batch), rel=0.03)
 
 
+@pytest.mark.slow
 def test_planner_runs_sharded_strategies_with_half_layers() -> None:
     told: list[str] = []
     settings = config(gpu={"mixed_precision": "bf16"}, training={"micro_batch": 64, "global_batch": 256})
@@ -363,6 +365,7 @@ def test_planner_finds_the_largest_micro_batch() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_planner_says_how_to_fit() -> None:
     settings = {"micro_batch": 8192, "global_batch": 32768}
     report = MemoryPlanner(config(training=settings), world_size=4).report(2**30)
@@ -372,6 +375,7 @@ def test_planner_says_how_to_fit() -> None:
     assert [plan.setting.strategy for plan in report.strategies] == ["ddp", "zero1", "zero2", "zero3"]
 
 
+@pytest.mark.slow
 def test_packed_batches_are_planned_by_their_tokens() -> None:
     settings = config(data={"batching": "packed"}, training={"micro_batch": 2048, "global_batch": 2048})
     full = MemoryPlanner(settings).plan()

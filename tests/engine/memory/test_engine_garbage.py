@@ -122,6 +122,7 @@ def _moments(rank: int, world_size: int) -> list[int]:
     return [step for step in watch.before if step <= 120]
 
 
+@pytest.mark.slow
 def test_ranks_collect_before_the_same_steps(run_ranks: Any) -> None:
     first, second = run_ranks(_moments)
     assert first == second == [1, 2, 4, 8, 16, 32, 50, 100]

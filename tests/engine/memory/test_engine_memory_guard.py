@@ -204,6 +204,7 @@ def _stop_of_one(rank: int, world_size: int, folder: str) -> tuple[int, list[str
     return record.steps, record.notes
 
 
+@pytest.mark.slow
 def test_the_full_rank_decides_for_all(run_ranks: Any, tmp_path: Path) -> None:
     (first, notes), (second, _) = run_ranks(_stop_of_one, args=(str(tmp_path),))
     assert first == second

@@ -204,6 +204,7 @@ def test_replicas_use_their_own_weights() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
 def test_compiles_in_one_graph(mode: Mode) -> None:
     model, loss_of = own()
     model.eval()
@@ -367,6 +368,7 @@ def test_trainer() -> None:
         trainer.enable_gradient_checkpointing()
 
 
+@pytest.mark.slow
 def test_training_takes_the_same_course() -> None:
     weights = []
     for mode in ("off", *MODES):

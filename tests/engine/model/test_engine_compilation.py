@@ -45,6 +45,7 @@ class Own(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("make", [mlp, Own])
+@pytest.mark.slow
 def test_graphs_and_recompilations_are_counted(make: Any) -> None:
     expected = fit(make(), classification(30), batch_size=4)
     record, parameters, _ = fit(make(), classification(30), batch_size=4, compile_model=True)
@@ -260,6 +261,7 @@ def test_batches_of_many_widths_do_not_compile_again_and_again() -> None:
 
 @pytest.mark.slow
 @INNER
+@pytest.mark.long
 def test_blocks_that_differ_in_what_they_do_are_each_compiled() -> None:
     class Filling(Block):
         def forward(self, inputs: torch.Tensor, entries: list[torch.Tensor | None]) -> torch.Tensor:
@@ -343,6 +345,7 @@ def test_compiled_blocks_can_be_copied() -> None:
 
 
 @INNER
+@pytest.mark.slow
 def test_compiled_blocks_compute_in_half_precision() -> None:
     compiler, model = compiled_by_blocks(two_widths())
     eager = copy.deepcopy(model)

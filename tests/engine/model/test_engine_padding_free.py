@@ -222,8 +222,12 @@ class HasNone(nn.Module):
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
-    "targets of padding": (llama, "padding counts", "its loss depends on what its blocks make of padding"),
-    "pooled over padding": (lambda: Own(masked=False), "class", "its loss depends on what its blocks make of padding"),
+    "targets of padding": (llama, "padding counts", "its loss depends on what its blocks return for padding"),
+    "pooled over padding": (
+        lambda: Own(masked=False),
+        "class",
+        "its loss depends on what its blocks return for padding",
+    ),
     "position bias": (
         lambda: made("T5ForConditionalGeneration", "T5Config", **T5, decoder_start_token_id=0),
         "next",
@@ -340,6 +344,7 @@ def test_nothing_is_switched_where_nothing_asks_for_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_attention_weights_are_dropped_as_often_as_in_the_padded_model() -> None:
     model, batch = bert(attention_probs_dropout_prob=0.3), batch_of("class")
 
@@ -466,6 +471,7 @@ def test_wider_padding_trains_the_same_model() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.long
 def test_compiled_blocks_pack_outside_of_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, mode=None: compile_(function, backend="aot_eager"))
@@ -490,6 +496,7 @@ def test_compiled_blocks_pack_outside_of_what_is_compiled(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("faulty", [False, True])
+@pytest.mark.long
 def test_a_proof_accepts_it_and_still_sees_faults(faulty: bool, tmp_path: Path) -> None:
     plan = Plan(str(tmp_path), (4, 5, 6, 8, 10), early=(1, 2), updates=(2, 4), unit=ROUNDING_UNITS["fp32"])
     leading, following = LeadingGate(plan), FollowingGate(plan)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from frameworm import Trainer
-from frameworm.engine.model.processors import TURN_S, _onednn_at_first, bind_to_share, share_of
+from frameworm.engine.model.processors import TURN_S, _onednn_at_first, bind_to_share, cores_of_rank
 
 
 @pytest.fixture
@@ -25,10 +25,10 @@ def as_before() -> Iterator[None]:
 
 def test_shares_are_disjoint_and_whole() -> None:
     cores = [0, 1, 2, 5, 6, 7, 9]
-    shares = [share_of(cores, index, 3) for index in range(3)]
+    shares = [cores_of_rank(cores, index, 3) for index in range(3)]
     assert [core for share in shares for core in share] == cores
     assert all(len(share) in (2, 3) for share in shares)
-    assert share_of([0, 1], 0, 3) == []
+    assert cores_of_rank([0, 1], 0, 3) == []
 
 
 @pytest.mark.usefixtures("as_before")
@@ -152,7 +152,7 @@ except FramewormError as error:
     print(error)
 """
     )
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=True)
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=True)
     first, second = ended.stdout.splitlines()
     assert first.split()[1:] == ["3", "3", "3"]
     assert "cpu_interop_threads: 5 comes too late" in second

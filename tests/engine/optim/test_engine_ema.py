@@ -134,6 +134,7 @@ def test_validation_scores_the_average_and_says_so() -> None:
     assert any("validation scores averaged weights (training.ema: 0.9" in note for note in record.notes)
 
 
+@pytest.mark.slow
 def test_weights_come_back_when_validation_fails() -> None:
     class Breaks(nn.Module):
         def __init__(self) -> None:
@@ -254,6 +255,7 @@ def test_a_resumed_run_has_the_same_average_to_the_bit(tmp_path: Path) -> None:
     assert any("averaged weights of the checkpoint are left behind" in note for note in record.notes)
 
 
+@pytest.mark.slow
 def test_an_average_may_begin_with_a_checkpoint(tmp_path: Path) -> None:
     weights, _ = _resumable(tmp_path / "run", HALF, ema=None)
     newest = load_newest(tmp_path / "run/checkpoints", print)
@@ -267,6 +269,7 @@ def test_an_average_may_begin_with_a_checkpoint(tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], weights[name].lerp(value, 1 - DECAY))
 
 
+@pytest.mark.slow
 def test_export_writes_the_average_unless_told_otherwise(tmp_path: Path) -> None:
     averages, _ = _resumable(tmp_path / "run", HALF)
     plain, _ = _resumable(tmp_path / "plain", HALF, ema=None)
@@ -357,6 +360,7 @@ def _strategies(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_strategy_has_the_average_of_one_process(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     model, data = make("plain")
     follow = Follow(model)
@@ -389,6 +393,7 @@ def test_a_trainer_scores_and_asks_the_averages() -> None:
     assert torch.equal(alone.predict(loader), answers)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_loads_what_another_saved_has_its_averages(tmp_path: Path) -> None:
     loader, trained = _loader(), _trainer(mlp())
     trained.train(loader, epochs=2)

@@ -63,7 +63,7 @@ def batch(step: int, accumulation: int) -> StepBatch:
 @pytest.mark.parametrize("clip_norm", [0.1, None])
 def test_training_is_that_of_autocast(accumulation: int, clip_norm: float | None) -> None:
     plain, ours = make_step(clip_norm=clip_norm), make_step(clip_norm=clip_norm)
-    ours.update.halves = halves = HalfWeights.of(ours.model, torch.bfloat16)
+    ours.update.half_weights = halves = HalfWeights.of(ours.model, torch.bfloat16)
     assert halves is not None
     seen: list[torch.dtype] = []
     first = ours.model.first
@@ -86,7 +86,7 @@ def test_training_is_that_of_autocast(accumulation: int, clip_norm: float | None
 
 def test_what_somebody_writes_into_a_parameter_counts() -> None:
     plain, ours = make_step(), make_step()
-    ours.update.halves = HalfWeights.of(ours.model, torch.bfloat16)
+    ours.update.half_weights = HalfWeights.of(ours.model, torch.bfloat16)
     other = make_step(seed=1).model.state_dict()
     for step in (plain, ours):
         step.run(0, batch(0, 1))
@@ -94,9 +94,71 @@ def test_what_somebody_writes_into_a_parameter_counts() -> None:
     assert torch.equal(plain.run(1, batch(1, 1)).loss, ours.run(1, batch(1, 1)).loss)
 
 
+def test_a_restored_state_counts() -> None:
+    """As in a comparison: the state may come from a run without such copies."""
+    plain, ours, other = make_step(), make_step(), make_step(seed=1)
+    ours.update.half_weights = halves = HalfWeights.of(ours.model, torch.bfloat16)
+    assert halves is not None
+    saved = other.tensors().copy()
+    for step in (plain, ours):
+        step.run(0, batch(0, 1))
+        step.tensors().restore(saved)
+    first = other.model.first
+    assert isinstance(first, nn.Linear)
+    assert torch.equal(halves.tensors[0], first.weight.bfloat16()), "at once, for steps that do not ask"
+    assert torch.equal(plain.run(1, batch(1, 1)).loss, ours.run(1, batch(1, 1)).loss)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("from_step", [0, 2])
+def test_gradient_hooks_run_as_without_copies(accumulation: int, from_step: int) -> None:
+    plain, ours = make_step(), make_step()
+    ours.update.half_weights = halves = HalfWeights.of(ours.model, torch.bfloat16)
+    assert halves is not None
+    seen: list[list[Tensor]] = [[], []]
+
+    def register(step: TrainStep, found: list[Tensor]) -> None:
+        first, second = step.model.first, step.model.second
+        assert isinstance(first, nn.Linear)
+        assert isinstance(second, nn.Linear)
+
+        def halve(gradient: Tensor) -> Tensor:
+            found.append(gradient.clone())
+            return gradient * 0.5
+
+        def double(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            found.append(parameter.grad.clone())
+            parameter.grad.mul_(2)
+
+        first.weight.register_hook(halve)
+        second.bias.register_post_accumulate_grad_hook(double)
+
+    for step in range(4):
+        if step == from_step:
+            for each, found in zip((plain, ours), seen):
+                register(each, found)
+        assert torch.equal(
+            plain.run(step, batch(step, accumulation)).loss, ours.run(step, batch(step, accumulation)).loss
+        )
+    expected, found = seen
+    assert len(found) == 2 * accumulation * (4 - from_step)
+    for one, other in zip(expected, found, strict=True):
+        assert other.dtype == torch.float32
+        assert torch.equal(one, other)
+    for expected_item, item in zip(plain.model.parameters(), ours.model.parameters()):
+        assert torch.equal(expected_item, item)
+    first, second = ours.model.first, ours.model.second
+    assert isinstance(first, nn.Linear)
+    assert isinstance(second, nn.Linear)
+    assert halves.leaf(first.weight) is first.weight
+    assert halves.leaf(second.weight) is halves.beside(second.weight)
+    assert torch.equal(halves.tensors[0], first.weight.bfloat16()), "a graph that was recorded before may read it"
+
+
 def test_the_parameters_are_back_after_an_error() -> None:
     step = make_step()
-    step.update.halves = HalfWeights.of(step.model, torch.bfloat16)
+    step.update.half_weights = HalfWeights.of(step.model, torch.bfloat16)
     wrong = StepBatch([(torch.randn(6, 9), torch.zeros(6, dtype=torch.long))], [6], 6)
     with pytest.raises(RuntimeError):
         step.run(0, wrong)

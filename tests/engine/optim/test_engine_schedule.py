@@ -141,6 +141,7 @@ def _trained_rates(**settings: Any) -> list[float]:
     return [step.lr for step in steps.records]
 
 
+@pytest.mark.slow
 def test_keywords_of_the_trainer_name_a_course() -> None:
     assert _trained_rates() == [0.5] * 10
     assert _trained_rates(warmup=0.5) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, *[0.5] * 5])
@@ -161,6 +162,7 @@ def test_a_warm_up_that_nobody_can_count_is_refused() -> None:
         trainer.train(torch.utils.data.DataLoader(classification(8), 4))
 
 
+@pytest.mark.slow
 def test_a_second_training_climbs_to_the_optimizers_own_rate(tmp_path: Path) -> None:
     model, steps = mlp(), Steps()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import pytest
 import torch
+from fake_graphs import Again, FakeRecorder
 from torch import nn
 from workbench import classification, mlp, parameters
 
@@ -19,51 +23,23 @@ from frameworm.engine.optim.ema import AveragedWeights
 from frameworm.engine.optim.schedule import NoSchedule, Schedule
 from frameworm.engine.optim.update import Update
 from frameworm.engine.step import capture
-from frameworm.engine.step.capture import EAGER_STEPS, MAX_CHANGES, MAX_SHAPES, CapturedStep, make_recorder
-from frameworm.engine.step.capture_check import COMPARED_STATES, TRIAL_STEPS
-from frameworm.engine.step.graphs import KEPT_STEPS, CaptureError, KeptFigures, Mark
+from frameworm.engine.step.capture import EAGER_STEPS, MAX_CHANGES, CapturedStep
+from frameworm.engine.step.capture_check import COMPARED_STATES, TRIAL_STEPS, CaptureCheck
+from frameworm.engine.step.graphs import KEPT_STEPS, KeptFigures, Mark, ReplaySample
+from frameworm.engine.step.joint import JointDecisions
 from frameworm.engine.step.loss import LossFunction
+from frameworm.engine.step.recording import make_recorder
+from frameworm.engine.step.shapes import MAX_SHAPES
 from frameworm.engine.step.static_batch import StaticInputs, own_copy
 from frameworm.engine.step.step import TrainStep
 from frameworm.errors import ConfigError, DeviceError
+from frameworm.observe.clocks import gradient_times
 from frameworm.observe.clocks.device_clock import MAX_STEPS_AHEAD
+from frameworm.observe.clocks.gradient_times import REPLAYS, GradientWatch, ReplayedGradients
 from frameworm.observe.clocks.phases import HostClock
 from frameworm.parallel.strategy import Strategy
 
 CPU = torch.device("cpu")
-
-
-class Again:
-    """A graph that is a function, run again."""
-
-    def __init__(self, function: Callable[[Mark], torch.Tensor]) -> None:
-        self.function = function
-        self.output = torch.zeros(3)
-        self.replays = 0
-        self.error = 0.0
-
-    def replay(self) -> None:
-        self.replays += 1
-        self.output = self.function(lambda name: None) + self.error
-
-    def shares(self) -> dict[str, float]:
-        return {"forward": 0.25, "backward": 0.75}
-
-
-class FakeRecorder:
-    def __init__(self, error: float = 0.0, fails: bool = False) -> None:
-        self.graphs: list[Again] = []
-        self._error = error
-        self._fails = fails
-
-    def record(self, function: Callable[[Mark], torch.Tensor]) -> Again:
-        if self._fails:
-            raise CaptureError("RuntimeError: not while capturing")
-        made = Again(function)
-        made.error = self._error
-        # A real recorder runs the function without effect; here only what it says about its output is wanted.
-        self.graphs.append(made)
-        return made
 
 
 class Bench:
@@ -173,7 +149,7 @@ def test_a_graphs_phases_are_looked_at_ever_more_seldom(monkeypatch: pytest.Monk
     monkeypatch.setattr(capture, "SHARES_SELDOM", 8)
     bench = Bench()
     looked: list[int] = []
-    monkeypatch.setattr(Again, "shares", lambda graph: looked.append(graph.replays - 1) or {})
+    monkeypatch.setattr(Again, "sample", lambda graph: looked.append(graph.replays - 1) or ReplaySample({}))
     bench.train(*_batches(1) * (EAGER_STEPS + 1 + 35))
     assert looked == [0, 2, 4, 8, 16, 24, 32]
 
@@ -195,6 +171,52 @@ def test_a_batch_is_filled_anew(dtypes: tuple[torch.dtype, ...]) -> None:
             tensor.zero_()
         inputs.fill(step)
         assert all(torch.equal(target, source) for target, source in zip(inputs.tensors, given.values(), strict=True))
+
+
+class Moment:
+    """An event on the host's clock."""
+
+    def __init__(self) -> None:
+        self.at_s = perf_counter()
+
+    def synchronize(self) -> None:
+        """It is over."""
+
+    def elapsed_time(self, other: Moment) -> float:
+        return 1e3 * (other.at_s - self.at_s)
+
+
+def test_the_first_replays_tell_when_gradients_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_times, "_event_in_graph", Moment)
+    plain, bench = Bench(), Bench()
+    watch = GradientWatch(bench.model, CPU, unseen="steps are replayed")
+    bench.step._gradients = ReplayedGradients(watch)
+    batches = _batches(EAGER_STEPS + 1 + REPLAYS + 6)
+    recorded = FakeRecorder.record
+
+    def record(recorder: FakeRecorder, function: Callable[[Mark], torch.Tensor]) -> Again:
+        """What a real recorder does at once: run the function, with its hooks in place, and undo its effects."""
+        kept = copy.deepcopy((bench.model.state_dict(), bench.optimizer.state_dict()))
+        function(lambda name: None)
+        bench.model.load_state_dict(kept[0])
+        bench.optimizer.load_state_dict(kept[1])
+        return recorded(recorder, function)
+
+    monkeypatch.setattr(FakeRecorder, "record", record)
+    bench.train(*batches)
+    monkeypatch.undo()
+    plain.train(*batches)
+    torch.testing.assert_close(parameters(bench.model), parameters(plain.model), rtol=1e-5, atol=1e-6)
+    times = watch.result()
+    assert times.steps == REPLAYS
+    assert times.note is None
+    assert times.backward_s is not None
+    first, *_, last = [item.ready_s for item in times.gradients]
+    assert first is not None
+    assert last is not None
+    assert 0 < last < first <= times.backward_s, "the last layer's come first"
+    assert len(bench.recorder.graphs) == 2, "recorded again, without the events"
+    assert bench.recorder.graphs[1].replays == 6
 
 
 def test_shapes_beyond_the_limit_run_eagerly() -> None:
@@ -242,7 +264,8 @@ def test_a_plain_value_in_the_batch_is_a_shape_of_its_own() -> None:
     assert len(bench.recorder.graphs) == 2
 
 
-def test_a_trial_leaves_the_training_as_it_was() -> None:
+def test_a_trial_leaves_the_training_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "CLEARLY_FASTER", math.inf)  # what stands for a graph is no faster
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3))
     reference = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3))
     reference.load_state_dict(model.state_dict())
@@ -263,7 +286,7 @@ def test_a_trial_that_disagrees_is_not_captured() -> None:
     expected = Bench()
     expected.step._refused = "for comparison"
     assert bench.train(*_batches(8)) == pytest.approx(expected.train(*_batches(8)), rel=1e-5)
-    assert "does not do what the eager one does" in bench.step.note
+    assert "the captured step and the eager one disagree" in bench.step.note
 
 
 def test_a_constant_that_changes_records_anew_and_not_for_ever() -> None:
@@ -333,3 +356,68 @@ def test_an_optimizer_that_wants_plain_rates_falls_back() -> None:
     expected.step._refused = "for comparison"
     assert bench.train(*_batches(8)) == pytest.approx(expected.train(*_batches(8)), rel=1e-5)
     assert "a rate must be a number" in bench.step.note
+
+
+def test_a_rehearsal_runs_what_would_be_recorded() -> None:
+    models, records = [], []
+    for mode in ("rehearse", "off"):
+        models.append(mlp())
+        made = torch.optim.AdamW(models[-1].parameters(), lr=0.01)
+        trainer = Trainer(models[-1], made, capture=mode, device="cpu", seed=3, progress=False)
+        records.append(trainer.train(torch.utils.data.DataLoader(classification(80), 4)))
+    torch.testing.assert_close(parameters(models[0]), parameters(models[1]), rtol=0, atol=0)
+    rehearsed, plain = records
+    assert rehearsed.captured_steps == 20 - EAGER_STEPS - 1
+    assert "rehearsed, not recorded" in " ".join(rehearsed.notes)
+    assert not plain.captured_steps
+
+
+class RunsOut(nn.Module):
+    """Runs out of memory in one of its forward passes."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.inner, self.left = mlp(), at
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("no memory left")
+        return self.inner(inputs)
+
+
+def test_no_memory_to_compare_means_no_capture() -> None:
+    bench = Bench(trial=True, model=RunsOut(EAGER_STEPS + 2))
+    bench.train(*_batches(8))
+    assert bench.step.note.startswith("the step was not captured: there is not enough memory to compare both ways")
+
+
+class Alike(JointDecisions):
+    """Two ranks that always say the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world_size = 2
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+def test_a_rank_that_runs_out_of_memory_between_collectives_stops() -> None:
+    """The others cannot be told: they wait for what it would send."""
+    rehearsed = 2
+    bench = Bench(model=RunsOut(capture.EAGER_STEPS_OF_RANKS + 1 + rehearsed + 1))
+    bench.step = CapturedStep(bench.eager, bench.recorder, HostClock(), trial=True, joint=Alike())
+    with pytest.raises(torch.OutOfMemoryError):
+        bench.train(*_batches(16))
+
+
+def test_what_ranks_only_do_together_is_not_rehearsed() -> None:
+    bench = Bench()
+    bench.train(*_batches(2))
+    bench.eager.model.register_forward_pre_hook(lambda *_: pytest.fail("a collective where parameters are sharded"))
+    bench.eager.strategy.shards_parameters = True
+    before = parameters(bench.model)
+    inputs, target = classification(4).tensors
+    CaptureCheck(bench.eager).rehearse([StepBatch([(inputs, target)], [4], 4)])
+    assert torch.equal(parameters(bench.model), before)

@@ -215,7 +215,7 @@ def test_what_comes_after_the_loss_is_a_count_or_ignored(second: Any, count: int
 
 @pytest.mark.parametrize("second", [0.25, 1.0, 0.0, 2.5, -3, float("nan"), torch.tensor(0.5), torch.tensor(1.0)])
 def test_a_number_that_is_no_count_is_refused(second: Any) -> None:
-    with pytest.raises(LossError, match="no count"):
+    with pytest.raises(LossError, match="not a count"):
         LossFunction(LINEAR, lambda output, target: (output.mean(), second))(LINEAR, (X, Y))
 
 
@@ -223,7 +223,7 @@ def test_whether_there_is_a_count_is_settled_by_the_first_batch() -> None:
     results = iter([3.0, 1.0, 0.0, 0.5])
     loss = LossFunction(LINEAR, lambda output, target: (output.mean(), next(results)))
     assert [loss(LINEAR, (X, Y)).count for _ in range(3)] == [3.0, 1.0, 0.0]
-    with pytest.raises(LossError, match="no count"):
+    with pytest.raises(LossError, match="not a count"):
         loss(LINEAR, (X, Y))
     predictions = LossFunction(LINEAR, lambda output, target: (output.mean(), output.argmax(-1).squeeze()))
     assert predictions(LINEAR, (X, Y)).count is None

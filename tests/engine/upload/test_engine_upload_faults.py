@@ -59,7 +59,7 @@ class At(Listener):
         self._actions.get(f"step_{step.step}", lambda: None)()
 
 
-def wait_until(there: Any, limit_s: float = 60.0) -> None:
+def wait_until(there: Any, limit_s: float = 120.0) -> None:
     deadline = time.monotonic() + limit_s
     while not there():
         assert time.monotonic() < deadline, "it did not happen"
@@ -73,7 +73,7 @@ def test_a_lost_network_costs_one_line_and_what_was_missed_is_uploaded(
     _, expected = train(None)
 
     def lost() -> bool:
-        return any("training goes on, and the upload is tried again" in line for line in caplog.messages)
+        return any("training continues, and the upload is tried again" in line for line in caplog.messages)
 
     def back() -> bool:
         return any("is back after" in line for line in caplog.messages)
@@ -103,7 +103,7 @@ def test_a_network_that_stays_away_is_said_in_the_summary_with_what_to_do(
     _, expected = train(None)
     before = time.monotonic()
     record, weights = train(url, callbacks=[At(step_1=proxy.cut)], wait_s=1.0)
-    assert time.monotonic() - before < 60
+    assert time.monotonic() - before < 150  # not the 300 s that are usual
     assert torch.equal(weights, expected)
     assert record.status == "completed"
     assert record.storage is not None
@@ -210,6 +210,7 @@ def owned(url: str) -> Ownership:
     return Ownership(url, run="r", owner="o")
 
 
+@pytest.mark.slow
 def test_manifests_come_last_and_go_first(machine: Path) -> None:
     folder = filled(machine / "run", 4, 8, 12)
     url = f"file://{machine}/far/x"
@@ -239,6 +240,7 @@ def test_manifests_come_last_and_go_first(machine: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_an_upload_cut_at_any_call_leaves_only_whole_checkpoints(machine: Path) -> None:
     folder = filled(machine / "run", 8, 12)
     number = 0
@@ -280,7 +282,7 @@ def test_a_former_owner_writes_nothing_over(machine: Path) -> None:
         place.write(name, b"of the successor")
     folder.steps(0).write_text("of the former\n")
     for _ in range(2):  # without a new checkpoint, and with one
-        with pytest.raises(RunFolderError, match="another process has gone on"):
+        with pytest.raises(RunFolderError, match="another process has resumed"):
             former.work(records=True, without=())
         for name in (*of_successor, "steps-rank0.jsonl"):
             assert place.read(name, 2**20) == b"of the successor", name
@@ -393,6 +395,7 @@ QUICK = ("--set", "training.epochs=1", "--set", "checkpoint.every_steps=20", "--
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.long
 def test_two_ranks_upload_one_run_and_a_single_one_goes_on(strategy: str, s3: str, machine: Path) -> None:
     url, config = f"{s3}/x", str(ROOT / "configs" / "quickstart.yaml")
     pair = ("--distributed", "--nproc-per-node", "2", "--set", f"parallel.strategy={strategy}")
@@ -409,6 +412,7 @@ def test_two_ranks_upload_one_run_and_a_single_one_goes_on(strategy: str, s3: st
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_verbs_read_a_url(s3: str, machine: Path) -> None:
     url, config, here = f"{s3}/x", str(ROOT / "configs" / "quickstart.yaml"), machine / "here"
     frameworm("train", "--config", config, "--out", url, *QUICK, where=here)

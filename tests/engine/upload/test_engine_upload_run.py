@@ -45,7 +45,7 @@ def another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) 
     return tmp_path / name
 
 
-@pytest.fixture(params=["file", "memory", pytest.param("s3", marks=pytest.mark.slow)])
+@pytest.fixture(params=["memory", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("file", "s3"))])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "s3":
         return f"{request.getfixturevalue('s3')}/x"
@@ -70,6 +70,7 @@ def test_a_run_is_in_storage_when_training_has_ended(url: str) -> None:
     assert RunFolder.open(local_run(url)).read_summary() == folder.read_summary()
 
 
+@pytest.mark.slow
 def test_a_fresh_machine_goes_on_bitwise(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, expected = train(None)
     with pytest.raises(TrainingPreemptedError) as stopped:
@@ -86,6 +87,7 @@ def test_a_fresh_machine_goes_on_bitwise(url: str, tmp_path: Path, monkeypatch: 
     assert whole_checkpoints(Place(url)) == ["step-00000010", "step-00000012"]
 
 
+@pytest.mark.slow
 def test_a_torn_upload_is_not_seen_and_is_removed(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, expected = train(None)
     train(url, epochs=1)
@@ -101,6 +103,7 @@ def test_a_torn_upload_is_not_seen_and_is_removed(url: str, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("damage", ["manifest", "truncated", "changed", "missing"])
+@pytest.mark.slow
 def test_a_damaged_checkpoint_leaves_the_one_before(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -136,6 +139,7 @@ def test_nothing_whole_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         train(url, resume="auto")
 
 
+@pytest.mark.slow
 def test_the_machine_that_has_the_run_goes_on_without_copying(url: str, caplog: pytest.LogCaptureFixture) -> None:
     _, expected = train(None)
     train(url, epochs=1)
@@ -146,6 +150,7 @@ def test_the_machine_that_has_the_run_goes_on_without_copying(url: str, caplog: 
     assert whole_checkpoints(Place(url)) == ["step-00000010", "step-00000012"]
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_elsewhere_comes_back(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, expected = train(None)
     with pytest.raises(TrainingPreemptedError):
@@ -167,7 +172,7 @@ def test_the_former_owner_uploads_nothing_more(url: str) -> None:
     assert note is not None
     place.write("owner.json", json.dumps({"run": note.run, "owner": "another"}).encode())
     before = names(url)
-    with pytest.raises(RunFolderError, match="another process has gone on"):
+    with pytest.raises(RunFolderError, match="another process has resumed"):
         upload_run("runs/x", url)
     assert names(url) == before
 
@@ -208,6 +213,7 @@ def test_starts_without_an_answer_from_storage_do_not_lose_the_place(url: str, h
     assert mark["owner"] == kept.owner
 
 
+@pytest.mark.slow
 def test_a_run_that_went_back_replaces_what_it_does_again(tmp_path: Path) -> None:
     folder, root = RunFolder(tmp_path / "mine"), f"file://{tmp_path}/far"
     train(folder.path, url=root, keep=6)
@@ -224,6 +230,7 @@ def test_a_run_that_went_back_replaces_what_it_does_again(tmp_path: Path) -> Non
         assert place.read(f"checkpoints/{name}/manifest.json", 2**20) == here, name
 
 
+@pytest.mark.slow
 def test_a_refused_upload_leaves_the_note_of_where_a_run_is(tmp_path: Path) -> None:
     first, second = (f"file://{tmp_path}/far/{name}" for name in ("x", "y"))
     train(first, epochs=1)
@@ -244,6 +251,7 @@ def test_a_folder_does_not_decide_where_a_run_is_uploaded_to(url: str, caplog: p
     assert "unless you resume it by that URL" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(url: str, machine: Path) -> None:
     train(url, epochs=1)
     for name in names(url):
@@ -275,6 +283,7 @@ def test_auto_starts_afresh_where_there_is_nothing(url: str, caplog: pytest.LogC
         train(None, resume=f"{url}/nothing")
 
 
+@pytest.mark.slow
 def test_two_urls_with_the_same_last_part_have_folders_of_their_own(tmp_path: Path) -> None:
     first, second = (f"file://{tmp_path}/far/{name}/run" for name in "ab")
     assert train(first, epochs=1)[0].run_dir == "runs/run"
@@ -284,6 +293,7 @@ def test_two_urls_with_the_same_last_part_have_folders_of_their_own(tmp_path: Pa
     assert train(second, resume="auto", epochs=2)[0].run_dir == other
 
 
+@pytest.mark.slow
 def test_a_config_mirrors_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = f"file://{tmp_path}/far/runs"
     _, expected = train(None)

@@ -8,17 +8,30 @@ import pytest
 import torch
 from torch import nn
 
+from frameworm.observe.clocks import phases
 from frameworm.observe.clocks.communication import (
     Backward,
     BucketMeans,
     BucketRecorder,
+    Meeting,
     StepCommunication,
     _Sent,
     recorded,
     union_s,
 )
-from frameworm.observe.clocks.phases import BACKWARD, COMMUNICATION_EXPOSED, FORWARD, HostClock
+from frameworm.observe.clocks.phases import BACKWARD, COMMUNICATION_EXPOSED, DATA_WAIT, FORWARD, HostClock
 from frameworm.records.observations import Bucket
+
+
+def test_a_message_sent_at_once_notes_no_moment_twice() -> None:
+    recorder = BucketRecorder(object)
+    sent = recorder.ready_at_once(torch.zeros(4))
+    assert sent is not None
+    recorder.ended(sent)
+    backward = recorder.take()
+    assert backward is not None
+    moments = backward.moments()
+    assert len({id(moment) for moment in moments}) == len(moments) == 2  # events would be given back twice
 
 
 def test_union_counts_overlapping_time_once() -> None:
@@ -158,3 +171,29 @@ def test_the_mean_step_leaves_out_the_first_steps_and_old_divisions() -> None:
     assert means.buckets() == [Bucket(8, 1.5, 3.0, 5.0, 2)]
     means.add(_communication(Bucket(4, 1.0, 1.0, 2.0, 1), Bucket(4, 1.0, 1.0, 2.0, 1)))
     assert means.buckets() == [Bucket(4, 1.0, 1.0, 2.0, 1)] * 2
+
+
+def test_replays_start_the_means_again_and_are_not_mixed_with_eager_steps() -> None:
+    means = BucketMeans(after_steps=1)
+    means.add(_communication(Bucket(8, 5.0, 5.0, 9.0, 2)))
+    replayed = StepCommunication(buckets=[Bucket(8, 1.0, 1.0, 2.0, 2)], captured=True)
+    means.add(replayed)
+    means.add(_communication(Bucket(8, 5.0, 5.0, 9.0, 2)))
+    means.add(replayed)
+    assert means.buckets() == [Bucket(8, 1.0, 1.0, 2.0, 2)]
+
+
+def test_what_a_replay_sent_is_placed_on_the_hosts_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(phases, "perf_counter", lambda: now_s)
+    clock = HostClock()
+    now_s = 101.0
+    clock.mark(DATA_WAIT)
+    now_s = 103.0
+    sample = StepCommunication(1.0, 0.5, [], [Meeting(0.5, 1.0, 1.5)], 0, captured=True)
+    clock.split({FORWARD: 0.5, COMMUNICATION_EXPOSED: 0.5}, sample)
+    (timed,) = clock.end_step(None, ())
+    assert timed.communication is not None
+    assert timed.communication.meetings == [Meeting(101.5, 102.0, 102.5)]
+    assert sample.meetings == [Meeting(0.5, 1.0, 1.5)], "the sample serves the following steps, too"
+    assert timed.phases[COMMUNICATION_EXPOSED] == pytest.approx(1.0)

@@ -60,6 +60,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(device_clock, "perf_counter", lambda: made.host_s)
     return made
 

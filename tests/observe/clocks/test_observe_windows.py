@@ -63,6 +63,7 @@ def summary_of(folder: Path) -> TraceSummary:
     return TraceSummary.from_dict(json.loads((folder / "trace-rank0-summary.json").read_text()))
 
 
+@pytest.mark.slow
 def test_a_window_leaves_a_trace_and_the_same_model(tmp_path: Path) -> None:
     _, plain = train(tmp_path / "plain")
     watch = Watch()
@@ -80,6 +81,7 @@ def test_a_window_leaves_a_trace_and_the_same_model(tmp_path: Path) -> None:
     assert not list((tmp_path / "traced").glob(".trace*"))
 
 
+@pytest.mark.slow
 def test_the_ranges_in_a_trace_are_the_phases(tmp_path: Path) -> None:
     train(tmp_path / "run", accumulation=3, trace="window")
     ranges = {item.name: item.count for item in summary_of(tmp_path / "run").ranges}
@@ -170,6 +172,7 @@ def test_a_run_that_ends_within_its_second_window(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("trace*.gz"))) == 2
 
 
+@pytest.mark.slow
 def test_no_window_without_steps_or_a_folder(tmp_path: Path) -> None:
     record, _ = train(tmp_path / "run", steps=1, trace="window")
     assert "no trace: a window needs at least two steps" in record.notes
@@ -177,6 +180,7 @@ def test_no_window_without_steps_or_a_folder(tmp_path: Path) -> None:
     assert "no trace: the run has no folder to put it into" in record.notes
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_in_the_window_leaves_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         train(tmp_path / "run", trace="window", watch=Watch(fail_at=15))
@@ -185,6 +189,7 @@ def test_a_run_that_fails_in_the_window_leaves_what_there_is(tmp_path: Path) -> 
     assert len(summary_of(tmp_path / "next").steps) == 5
 
 
+@pytest.mark.slow
 def test_a_trace_that_cannot_be_written_costs_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> Iterator[None]:
         raise OSError(28, "No space left on device")

@@ -33,7 +33,7 @@ class Recorder:
     def _called(self, name: str, *arguments: Any) -> None:
         self.calls.append((name, *arguments))
         if name == self._waits_in and self._gate is not None:
-            self._gate.wait(20)
+            self._gate.wait(60)
         if name == self._fails_in:
             raise ConnectionError("no route\nto host")
 
@@ -61,7 +61,7 @@ def gate() -> Iterator[threading.Event]:
 
 
 def loggers(*given: Any, run: LoggedRun | None = None, ids: RunIds | None = None) -> RunLoggers:
-    run = run or LoggedRun("run", {"seed": 3}, close_s=10.0)
+    run = run or LoggedRun("run", {"seed": 3}, close_s=60.0)
 
     def describe(known: str | None) -> LoggedRun:
         return LoggedRun(run.name, run.config, run.folder, known, run.step, run.seen_step, run.close_s)
@@ -125,18 +125,19 @@ def test_a_logger_that_tries_to_exit_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("method", ["start", "log", "finish"])
+@pytest.mark.slow
 def test_a_logger_that_hangs_is_waited_for_until_the_deadline(
     method: str, gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     # The last one must not wait for the time that the first one takes: it is done, and is not left out.
     hangs, whole = Recorder(waits_in=method, gate=gate), Recorder()
-    found = loggers(hangs, whole, run=LoggedRun("run", {}, close_s=1.0))
+    found = loggers(hangs, whole, run=LoggedRun("run", {}, close_s=3.0))
     began = monotonic()
     with caplog.at_level(logging.WARNING, "frameworm"):
         run_through(found)
-    assert monotonic() - began < 10
+    assert monotonic() - began < 30
     assert [record.getMessage() for record in caplog.records] == [
-        "logger log0 is left out, and training goes on without it: it did not finish within 1 s of the run's end"
+        "logger log0 is left out, and training continues without it: it did not finish within 3 s of the run's end"
     ]
     assert len(whole.calls) == 6
 
@@ -146,13 +147,13 @@ def test_a_call_that_does_not_return_is_noticed_while_training_goes_on(gate: thr
     channel = Channel("slow", logger, hung_s=0.05)
     channel.begin()
     channel.put(lambda: logger.log({}, 1))
-    deadline = monotonic() + 10
+    deadline = monotonic() + 50
     while not channel.notes and monotonic() < deadline:
         time.sleep(0.02)
         channel.put(lambda: logger.log({}, 2), may_lose=True)
     assert channel.notes == ["logger slow was left out: a call has not returned for 0 s"]
     gate.set()
-    assert channel.wait(10)
+    assert channel.wait(60)
     assert len(logger.calls) == 1  # what was queued is dropped
 
 
@@ -166,7 +167,7 @@ def test_a_slow_logger_loses_points_but_no_epoch(gate: threading.Event) -> None:
     channel.put(lambda: logger.log({}, 99))
     gate.set()
     channel.end()
-    assert channel.wait(10)
+    assert channel.wait(60)
     logged = [call[1] for call in logger.calls if call[0] == "log"]
     assert logged[-1] == 99
     assert 3 <= len(logged) <= 4  # `start` may have left the queue already when the first points came
@@ -176,7 +177,7 @@ def test_a_slow_logger_loses_points_but_no_epoch(gate: threading.Event) -> None:
 def test_steps_taken_again_are_not_told_to_a_run_that_has_them(tmp_path: Path) -> None:
     (tmp_path / "loggers.json").write_text(json.dumps({"log0": "id-1"}))
     known, fresh = Recorder(), Recorder()
-    found = loggers(known, fresh, run=LoggedRun("run", {}, tmp_path, None, 4, 6, 10.0), ids=RunIds(tmp_path))
+    found = loggers(known, fresh, run=LoggedRun("run", {}, tmp_path, None, 4, 6, 60.0), ids=RunIds(tmp_path))
     found.on_run_start(RECORD)
     found.on_epoch(epoch(1))  # of the checkpoint's step, and known
     steps(found, 5, 6)

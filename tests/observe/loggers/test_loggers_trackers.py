@@ -76,7 +76,7 @@ from pathlib import Path
 import logger_runs
 began = time.monotonic()
 options = {"mlflow": {"uri": sys.argv[3]}} if sys.argv[1] == "mlflow" else {}
-trainer = logger_runs.train(Path(sys.argv[2]), fails=False, loggers=[sys.argv[1], "csv"], log_close_s=1.0, **options)
+trainer = logger_runs.train(Path(sys.argv[2]), fails=False, loggers=[sys.argv[1], "csv"], log_close_s=5.0, **options)
 print(time.monotonic() - began)
 """
 
@@ -111,6 +111,7 @@ def steps_of_table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_its_table(tmp_path: Path) -> None:
     logger_runs.train(tmp_path, fails=True, loggers=["csv"])
     failed = steps_of_table(tmp_path / "run" / "metrics.csv")
@@ -124,6 +125,7 @@ def test_a_resumed_run_goes_on_in_its_table(tmp_path: Path) -> None:
     assert set(rows[0]) >= VALUES
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_resumed_run_goes_on_in_its_event_files(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'frameworm[tensorboard]'")

@@ -15,7 +15,7 @@ from frameworm import Trainer, load_config, run
 from frameworm.config.load import dump_config
 from frameworm.config.schema import Config
 from frameworm.errors import ConfigError, MissingPackageError, TrainingInterruptedError
-from frameworm.guard.figures import read_settings
+from frameworm.guard.run_metrics import read_settings
 from frameworm.observe.loggers.protocol import LoggedRun
 from frameworm.records.store import RunFolder
 from frameworm.tune.sweep.plan import SweepPlan
@@ -93,6 +93,7 @@ def test_two_objects_of_a_class_are_told_apart() -> None:
     assert notes == ["logger Broken", "logger Broken-2"]
 
 
+@pytest.mark.slow
 def test_names_work_as_keyword_and_in_a_config(tmp_path: Path) -> None:
     train("csv", run_dir=tmp_path / "one")
     assert (tmp_path / "one" / "metrics.csv").exists()
@@ -105,6 +106,7 @@ def test_names_work_as_keyword_and_in_a_config(tmp_path: Path) -> None:
     assert observe.mlflow.uri == "sqlite:///a.db"
 
 
+@pytest.mark.slow
 def test_a_run_of_a_config_tells_loggers_too(tmp_path: Path, data_cache_dir: Path) -> None:
     logger = Recorder()
     config = load_config(

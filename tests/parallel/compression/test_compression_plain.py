@@ -144,6 +144,7 @@ KINDS = ["plain", "accumulated", "unused", "no views", "static", "sparse", "skip
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.slow
 def test_a_plain_hook_is_ddp_to_the_last_bit(run_ranks: Ranks, world_size: int) -> None:
     # What is added to gradients in their buckets DDP divides, not multiplies; of the small ones the hook cannot know.
     kinds = [*KINDS, "kept", "two"] if world_size == 2 else KINDS

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from frameworm.records.machine import Check, ChecklistItem, Gain, GpuFacts, MachineFacts
+from frameworm.records.machine import Check, ChecklistItem, GpuFacts, KnownGain, MachineFacts
 from frameworm.report.checks.doctor import render_doctor
 
 FACTS = MachineFacts(gpus=(GpuFacts("NVIDIA H200"), GpuFacts("NVIDIA H200")), cpus_usable=16, torch_version="2.13.0")
@@ -16,7 +16,7 @@ CHECKS = [
 ITEMS = [
     ChecklistItem("one", "done", "set"),
     ChecklistItem(
-        "two", "not done", LONG, ("a.b=c", "d.e=f"), Gain("2x", "measured", "file.json", 2.0), "knob", "host_bound"
+        "two", "not done", LONG, ("a.b=c", "d.e=f"), KnownGain("2x", "measured", "file.json", 2.0), "knob", "host_bound"
     ),
     ChecklistItem("three", "does not apply", "no such thing\x1b[31m"),
 ]

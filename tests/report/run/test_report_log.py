@@ -34,6 +34,7 @@ def test_lines_have_the_time_and_no_control_characters(tmp_path: Path, capsys: p
     assert len(lines) == 3
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_log_and_adds_to_it_when_it_goes_on(tmp_path: Path) -> None:
     import torch
 

@@ -33,9 +33,9 @@ def test_the_page_says_what_the_table_says(mixed: ScalingReport) -> None:
     for table in mixed.datasets:
         for row in table.rows:
             assert row.efficiency is not None
-            assert f"{row.efficiency.mean:.1%}" in page
+            assert f"{row.efficiency.value:.1%}" in page
             assert row.speedup is not None
-            assert f"{row.speedup.mean:.2f}" in page
+            assert f"{row.speedup.value:.2f}" in page
             assert row.status in page
             assert html.escape(row.cause).replace("&#x27;", "&#39;")[1:] in page
     assert "stopped" in page

@@ -187,7 +187,7 @@ def test_a_comparison_from_the_same_states_shows_no_loss_curves() -> None:
 
 def test_an_approximation_says_what_decides() -> None:
     learning = Learning([StepEvidence(1.0 / (step + 1), step, 100) for step in range(8)], frozenset("a"))
-    proof = prove(WINDOWS, Evidence(learning, learning), mathematics="more", consent=True).to_json()
+    proof = prove(WINDOWS, Evidence(learning, learning), numerics_effect="more", consent=True).to_json()
     page, text = render_tune(searched(proof)), " ".join(waterfall(searched(proof)).split())
     for shown in (page, text):
         assert "approximation: computes other gradients, so a quality check decides" in shown

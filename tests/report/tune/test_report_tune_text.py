@@ -44,8 +44,8 @@ def test_the_waterfall_goes_from_before_over_each_change_to_after() -> None:
     assert lengths[-1] == pytest.approx(lengths[0] * 0.25, abs=1.5)
     gain = tune_tables.gain_of(result["speedup"])
     assert gain is not None
-    assert gain.times() in rows[-1]
-    assert gain.interval() in rows[-1]
+    assert tune_tables.times(gain) in rows[-1]
+    assert tune_tables.ends(gain) in rows[-1]
 
 
 def test_the_whole_run_is_told_with_its_compile_time_and_the_command() -> None:

@@ -20,7 +20,7 @@ class Slow(torch.utils.data.Dataset):
         return 400
 
     def __getitem__(self, index):
-        time.sleep(0.003)
+        time.sleep(0.01)
         return torch.zeros(8), index % 3
 
 def build(config):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from frameworm.diagnose.rules.judge import Judgement, keep_shown
+from frameworm.diagnose.rules.judge import Diagnosis, keep_shown
+from frameworm.records.estimate import Interval
 from frameworm.records.schema import ExpectedSpeedup, Finding, Remedy
-from frameworm.tune.analyzer.experiments import Interval, Measured, median_interval
-from frameworm.tune.analyzer.settle import Gain, settle
+from frameworm.tune.analyzer.experiments import Measured, median_interval
+from frameworm.tune.analyzer.settle import ExperimentResult, settle
 
 
 def finding(code: str = "input_bound", severity: str = "warning", **changes: Any) -> Finding:
@@ -22,10 +23,10 @@ def finding(code: str = "input_bound", severity: str = "warning", **changes: Any
 
 
 def test_a_modelled_gain_becomes_a_measured_one() -> None:
-    gain = Gain(
+    gain = ExperimentResult(
         Interval(1.2, 1.1, 1.3), "two workers", Remedy("data.num_workers", 4, "four"), cost=Interval(1.5, 1.4, 1.6)
     )
-    settled = settle(Judgement("input_bound", [finding()]), {"input_bound": gain})
+    settled = settle(Diagnosis("input_bound", [finding()]), {"input_bound": gain})
     (found,) = settled.findings
     assert settled.verdict == "input_bound"
     assert found.expected_speedup == ExpectedSpeedup(1.2, 1.1, 1.3, "measured")
@@ -35,14 +36,14 @@ def test_a_modelled_gain_becomes_a_measured_one() -> None:
 
 
 def test_a_knob_that_gained_nothing_is_not_advised() -> None:
-    gain = Gain(Interval(1.5, 1.4, 1.6), "no loader", refuted="data.num_workers")
-    (found,) = settle(Judgement("input_bound", [finding()]), {"input_bound": gain}).findings
+    gain = ExperimentResult(Interval(1.5, 1.4, 1.6), "no loader", refuted="data.num_workers")
+    (found,) = settle(Diagnosis("input_bound", [finding()]), {"input_bound": gain}).findings
     assert [item.knob for item in found.remedies] == [""]
 
 
 def test_a_cause_that_costs_nothing_when_tried_is_no_verdict() -> None:
-    gain = Gain(Interval(1.0, 0.99, 1.01), "no loader")
-    settled = settle(Judgement("input_bound", [finding()]), {"input_bound": gain})
+    gain = ExperimentResult(Interval(1.0, 0.99, 1.01), "no loader")
+    settled = settle(Diagnosis("input_bound", [finding()]), {"input_bound": gain})
     assert settled.verdict == "healthy"
     assert settled.findings[0].severity == "info"
     assert settled.findings[0].remedies == []
@@ -50,26 +51,28 @@ def test_a_cause_that_costs_nothing_when_tried_is_no_verdict() -> None:
 
 
 def test_an_experiment_shows_what_no_rule_can_see_but_only_above_its_noise() -> None:
-    clear = Gain(Interval(1.9, 1.6, 2.0), "twice the batch", Remedy("training.micro_batch", 4, ""))
-    vague = Gain(Interval(1.9, 1.0, 2.0), "twice the batch")
-    settled = settle(Judgement("healthy", []), {"small_batch": clear, "precision_unused": vague})
+    clear = ExperimentResult(Interval(1.9, 1.6, 2.0), "twice the batch", Remedy("training.micro_batch", 4, ""))
+    vague = ExperimentResult(Interval(1.9, 1.0, 2.0), "twice the batch")
+    settled = settle(Diagnosis("healthy", []), {"small_batch": clear, "precision_unused": vague})
     assert settled.verdict == "small_batch"
     (found,) = settled.findings
     assert found.severity == "critical"
     assert found.expected_speedup is not None
     assert found.expected_speedup.basis == "measured"
-    assert settle(Judgement("inconclusive", []), {"small_batch": vague}).verdict == "inconclusive"
+    assert settle(Diagnosis("inconclusive", []), {"small_batch": vague}).verdict == "inconclusive"
 
 
 def test_unclear_communication_is_not_called_healthy() -> None:
-    unclear = {"communication_bound": Gain(Interval(1.4, 1.05, 1.9), "no_sync")}
-    settled = settle(Judgement("healthy", []), unclear)
+    unclear = {"communication_bound": ExperimentResult(Interval(1.4, 1.05, 1.9), "no_sync")}
+    settled = settle(Diagnosis("healthy", []), unclear)
     assert settled.verdict == "inconclusive"
     assert "1.05 to 1.90 times as fast" in settled.notes[0]
-    nothing = {"communication_bound": Gain(Interval(1.04, 0.9, 1.9), "no_sync")}
-    assert settle(Judgement("healthy", []), nothing).verdict == "healthy"
-    clear = {"communication_bound": Gain(Interval(1.54, 1.5, 1.6), "no_sync", instead=Remedy("a.b", 1, "less"))}
-    settled = settle(Judgement("healthy", []), clear)
+    nothing = {"communication_bound": ExperimentResult(Interval(1.04, 0.9, 1.9), "no_sync")}
+    assert settle(Diagnosis("healthy", []), nothing).verdict == "healthy"
+    clear = {
+        "communication_bound": ExperimentResult(Interval(1.54, 1.5, 1.6), "no_sync", instead=Remedy("a.b", 1, "less"))
+    }
+    settled = settle(Diagnosis("healthy", []), clear)
     assert settled.verdict == "communication_bound"
     assert [item.knob for item in settled.findings[0].remedies] == ["a.b"]
 
@@ -77,10 +80,10 @@ def test_unclear_communication_is_not_called_healthy() -> None:
 def test_waiting_for_a_rank_is_not_a_cost_of_communication() -> None:
     by_phase = finding("communication_bound", share=0.9, evidence={"share_low": 0.8, "share_high": 1.0, "buckets": 1})
     tried = {
-        "communication_bound": Gain(Interval(1.3, 1.2, 1.4), "no_sync"),
-        "straggler": Gain(Interval(4.0, 3.0, 5.0), "no_sync on each rank", figures={"slowest_rank": 1}),
+        "communication_bound": ExperimentResult(Interval(1.3, 1.2, 1.4), "no_sync"),
+        "straggler": ExperimentResult(Interval(4.0, 3.0, 5.0), "no_sync on each rank", figures={"slowest_rank": 1}),
     }
-    settled = settle(Judgement("communication_bound", [by_phase]), tried)
+    settled = settle(Diagnosis("communication_bound", [by_phase]), tried)
     assert settled.verdict == "straggler"
     (less,) = (item for item in settled.findings if item.code == "communication_bound")
     assert less.share is not None
@@ -97,10 +100,10 @@ def test_gains_are_taken_within_a_round() -> None:
 
 
 def test_a_stored_run_keeps_what_experiments_had_shown() -> None:
-    by_rules = Judgement("input_bound", [finding(), finding("compute_bound", "info", share=0.8)], ["drift: none"])
+    by_rules = Diagnosis("input_bound", [finding(), finding("compute_bound", "info", share=0.8)], ["drift: none"])
     tried = {
-        "input_bound": Gain(Interval(1.0, 0.99, 1.01), "no loader"),
-        "small_batch": Gain(Interval(1.6, 1.5, 1.7), "x"),
+        "input_bound": ExperimentResult(Interval(1.0, 0.99, 1.01), "no loader"),
+        "small_batch": ExperimentResult(Interval(1.6, 1.5, 1.7), "x"),
     }
     settled = settle(by_rules, tried)
     assert settled.verdict == "small_batch"

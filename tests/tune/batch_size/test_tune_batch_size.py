@@ -21,7 +21,7 @@ from frameworm.tune.batch_size.search import BatchSizeFinder
 from frameworm.tune.processes import forkserver as zygote
 from frameworm.tune.processes import process_tree as family
 from frameworm.tune.processes.batch_data import longest_first, rehearsal
-from frameworm.tune.processes.batch_trial import TrialJob, out_of, out_of_in
+from frameworm.tune.processes.batch_trial import RankJob, out_of, out_of_in
 from frameworm.tune.processes.forkserver import warm_up
 from frameworm.tune.processes.process_tree import RankEnd, judge
 
@@ -67,7 +67,7 @@ def test_the_largest_under_a_limit_is_verified_and_then_trains_an_epoch(left_beh
     for size, code in ((report.largest, 0), (report.ends_below + 8, 7)):
         process = warm_up().Process(target=train_an_epoch, args=(size, LIMIT_BYTES))
         process.start()
-        process.join(60)
+        process.join(150)
         assert process.exitcode == code, f"micro-batch {size}"
 
 
@@ -86,6 +86,7 @@ def test_a_hog_on_one_rank_decides_for_all(left_behind: Callable[[], list[int]])
     assert left_behind() == []
 
 
+@pytest.mark.slow
 def test_a_killed_child_costs_one_trial() -> None:
     report = find("killed", most=4)
     assert [trial.outcome for trial in report.trials].count("killed") == 1
@@ -108,12 +109,12 @@ def test_where_forked_trials_cannot_use_the_gpu_they_are_started_from_nothing(
         return real(processes, deadline_s)
 
     monkeypatch.setattr(family, "_wait", wait)
-    ends, verdict = family.run_family(TrialJob(config_of("eater"), str(tmp_path)), 60.0)
+    ends, verdict = family.run_family(RankJob(config_of("eater"), str(tmp_path)), 60.0)
     assert [end.exit_code for end in ends] == [0]
     assert verdict.outcome == "fits"
 
 
-def _refuse(job: TrialJob, rank: int) -> None:
+def _refuse(job: RankJob, rank: int) -> None:
     marker = Path(job.folder) / "refused"
     if marker.exists():
         os._exit(0)
@@ -131,6 +132,7 @@ def test_a_rank_stuck_before_a_collective_costs_one_trial(left_behind: Callable[
     assert left_behind() == []
 
 
+@pytest.mark.slow
 def test_a_broken_model_is_not_too_large() -> None:
     with pytest.raises(TrainingFailedError, match="this model is broken"):
         find("broken", most=4)
@@ -178,7 +180,7 @@ GUARDED = 'if __name__ == "__main__":\n    main()'
 def test_a_script_with_or_without_a_guard(tmp_path: Path, model: str, call: str, said: str | None) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(model=model, call=call))
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250, check=False)
     if said is None:
         assert ended.stdout == "found 2\n", ended.stderr
     else:
@@ -190,7 +192,7 @@ def test_a_script_with_or_without_a_guard(tmp_path: Path, model: str, call: str,
 @pytest.mark.slow
 def test_classes_of_a_console_are_refused_in_one_line(tmp_path: Path) -> None:
     lines = SCRIPT.format(model="Net", call="main()")
-    ended = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=250, check=False)
     assert "write the model's and data set's classes to a module" in ended.stderr.splitlines()[-1]
 
 
@@ -210,7 +212,7 @@ def test_the_quickstart_under_a_limited_address_space(data_cache_dir: Path) -> N
         f"--config {CONFIGS / 'quickstart.yaml'}"
     )
     environ = {**os.environ, "FRAMEWORM_DATA_CACHE_DIR": str(data_cache_dir), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=180, env=environ)
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=280, env=environ)
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)
     assert report["limit_name"] == "the address space (ulimit -v)"
@@ -295,9 +297,9 @@ def test_the_longest_samples_come_first_and_last(told: bool, monkeypatch: pytest
 
 
 def test_the_share_is_kept_by_accumulation() -> None:
-    job = TrialJob(config_of("eater"), "", share=24)
+    job = RankJob(config_of("eater"), "", share=24)
     assert [job.accumulation(size) for size in (1, 8, 24)] == [24, 3, 1]
-    assert TrialJob(config_of("eater"), "").accumulation(8) == 1
+    assert RankJob(config_of("eater"), "").accumulation(8) == 1
 
 
 def test_the_global_batch_decides_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +307,7 @@ def test_the_global_batch_decides_what_is_tried(monkeypatch: pytest.MonkeyPatch)
     finder = BatchSizeFinder(config_of("eater", global_batch=48), world_size=2, speed=False, limit_bytes=LIMIT_BYTES)
     original: Callable[..., object] = finder._run
 
-    def run(job: TrialJob) -> object:
+    def run(job: RankJob) -> object:
         tried.extend(job.sizes)
         return original(job)
 

@@ -21,14 +21,14 @@ from frameworm.tune.facts import workload_facts
 from frameworm.tune.knobs import base
 from frameworm.tune.knobs import registry as knobs_module
 from frameworm.tune.knobs.base import Candidate, Knob, register_knob
-from frameworm.tune.knobs.context import Context, MachineFacts, WorkloadFacts, apply_changes, setting_of
+from frameworm.tune.knobs.context import Context, TrialMachine, WorkloadFacts, apply_changes, setting_of
 from frameworm.tune.knobs.registry import GROUP, all_knobs
 from frameworm.tune.trials.outcomes import rounding_unit, without_dropout
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-H200 = MachineFacts("cuda", True, 9.0, 1, 16, 8, 141 * 2**30)
-LAPTOP = MachineFacts("cpu", False, None, 0, 4, 4)
+H200 = TrialMachine("cuda", True, 9.0, 1, 16, 8, 141 * 2**30)
+LAPTOP = TrialMachine("cpu", False, None, 0, 4, 4)
 TEXTS = WorkloadFacts(
     accepts_packed=True, many_widths=True, assembles_batches=True, resident_bytes=2**28, samples_per_epoch=120_000
 )
@@ -82,7 +82,7 @@ def possible(context: Context) -> list[Candidate]:
 
 @pytest.mark.parametrize("name", SHIPPED)
 @pytest.mark.parametrize("machine", [H200, LAPTOP], ids=["gpu", "cpu"])
-def test_every_candidate_runs_and_keeps_the_global_batch(name: str, machine: MachineFacts) -> None:
+def test_every_candidate_runs_and_keeps_the_global_batch(name: str, machine: TrialMachine) -> None:
     world_size = 4 if "4gpu" in name and machine.device == "cuda" else 1
     # A config for GPUs is refused on a CPU before any knob is asked.
     overrides = () if machine.device == "cuda" else ("parallel.strategy=auto", "gpu.capture=off")
@@ -334,7 +334,7 @@ def test_a_change_of_the_global_batch_is_refused_whoever_asks() -> None:
 def test_what_the_config_refuses_is_never_a_candidate() -> None:
     context = Context(config_of(parallel={"strategy": "zero2"}, training={"global_batch": 32}), H200, TEXTS, 4)
     assert "cannot be divided" in (context.why_not({"gpu.compile_model": True}) or "")
-    assert not [item for item in possible(context) if item.knob in ("compile", "capture", "bucket_size")]
+    assert not [item for item in possible(context) if item.knob in ("compile", "bucket_size")]
 
 
 @pytest.mark.parametrize(
@@ -392,9 +392,9 @@ def test_knobs_say_why_they_mean_nothing_here() -> None:
 def test_packed_is_rounding_against_balanced_steps_and_bucketed_is_more() -> None:
     context = Context(config_of(), H200, TEXTS)
     found = {item.changes["data.batching"]: item for item in knob_named("batching").candidates(context)}
-    assert found["packed"].mathematics == "rounding"
+    assert found["packed"].numerics_effect == "rounding"
     assert found["packed"].reference["data.balance"] is True
-    assert found["bucketed"].mathematics == "more"
+    assert found["bucketed"].numerics_effect == "more"
 
 
 def test_whole_runs_are_counted_in_samples() -> None:

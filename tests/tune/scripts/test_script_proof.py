@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from frameworm.attach.trial.job import TrialJob
+from frameworm.attach.trial.job import ScriptJob
 from frameworm.guard.agreement import judge_agreement
 from frameworm.guard.proof import Evidence
 from frameworm.numerics.state import read
@@ -65,7 +65,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Evidence
     script.write_text(SCRIPT)
 
     def note(name: str, role: Any, arguments: list[str], switches: dict[str, Any], perturbed: int = 0) -> None:
-        job = TrialJob(
+        job = ScriptJob(
             str(script),
             arguments,
             switches=switches,
@@ -125,7 +125,7 @@ def test_states_go_where_they_are_told(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     folder = tmp_path / "states"
     folder.mkdir()
-    job = TrialJob(str(script), [], role="lead", folder=str(folder), name="x", steps=[2], isolated=False)
+    job = ScriptJob(str(script), [], role="lead", folder=str(folder), name="x", steps=[2], isolated=False)
     with ScriptProcess(job, tmp_path / "processes", time.monotonic() + DEADLINE_S) as process:
         process.hear("compared")
     assert sorted(path.name for path in folder.glob("*.pt")) == ["state-2.pt", "x-2.pt"]
@@ -154,7 +154,7 @@ def test_scripts_that_seed_nothing_take_the_same_samples(tmp_path: Path) -> None
     (tmp_path / "script.py").write_text(UNSEEDED)
     seen = []
     for name in ("one", "two"):
-        job = TrialJob(str(tmp_path / "script.py"), [], role="lead", folder=str(tmp_path), name=name, steps=[2, 3])
+        job = ScriptJob(str(tmp_path / "script.py"), [], role="lead", folder=str(tmp_path), name=name, steps=[2, 3])
         with ScriptProcess(replace(job, isolated=False), tmp_path, time.monotonic() + DEADLINE_S) as process:
             process.hear("compared")
         seen.append([read(tmp_path / f"{name}-{step}.pt")["samples"] for step in (2, 3)])

@@ -16,7 +16,7 @@ import yaml
 
 from frameworm.attach.isolation import why_not
 from frameworm.attach.trial.fingerprint import fingerprint_of
-from frameworm.attach.trial.job import TrialJob
+from frameworm.attach.trial.job import ScriptJob
 from frameworm.guard.agreement import Agreement, judge_agreement
 from frameworm.tune.processes.process_tree import free_port
 from frameworm.tune.scripts.comparing import CANDIDATE, LEADER, evidence_of
@@ -75,7 +75,7 @@ RANKS: list[dict[str, str | None]] = [
 def started(folder: Path, arguments: list[str], **more: Any) -> ScriptProcess:
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    job = TrialJob(
+    job = ScriptJob(
         str(script), arguments, folder=str(folder), ranks=RANKS, port=free_port(), isolated=False, steps=STEPS, **more
     )
     for rank in (0, 1):

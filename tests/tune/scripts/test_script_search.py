@@ -161,6 +161,7 @@ def test_a_change_that_fails_costs_one_trial_and_one_line(tmp_path: Path) -> Non
     assert failed.reason == "the script itself fails: no kernel"
 
 
+@pytest.mark.slow
 def test_nothing_is_accepted_that_changes_nothing(tmp_path: Path) -> None:
     for number in range(10):
         folder = tmp_path / str(number)

@@ -16,7 +16,7 @@ import yaml
 
 from frameworm.attach.isolation import why_not
 from frameworm.attach.trial.fingerprint import fingerprint_of
-from frameworm.attach.trial.job import TrialJob
+from frameworm.attach.trial.job import ScriptJob
 from frameworm.guard.agreement import judge_agreement
 from frameworm.tune.processes.process_tree import free_port
 from frameworm.tune.scripts.comparing import CANDIDATE, LEADER, evidence_of
@@ -66,7 +66,7 @@ def started(folder: Path, *arguments: str, port: int | None = None, **more: Any)
     script = folder / "train.py"
     script.write_text(SCRIPT)
     given = [*arguments[:2], str(free_port() if port is None else port), *arguments[2:]]
-    job = TrialJob(str(script), given, folder=str(folder), isolated=False, steps=STEPS, **more)
+    job = ScriptJob(str(script), given, folder=str(folder), isolated=False, steps=STEPS, **more)
     for rank in range(len(job.ranks)):
         job.folder_of(rank).mkdir(exist_ok=True)
     return ScriptProcess(job, folder / "processes", time.monotonic() + DEADLINE_S)

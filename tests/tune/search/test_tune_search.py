@@ -215,7 +215,7 @@ def test_what_cannot_start_in_time_is_not_begun(time_s: float, tried: bool) -> N
 
 
 def test_other_mathematics_need_consent() -> None:
-    knobs = [planted("sparse", True, mathematics="more")]
+    knobs = [planted("sparse", True, numerics_effect="more")]
     refused = search(Machine(lambda model: switches(model, sparse=0.5)), knobs, config_of(sparse=False))
     assert refused.changes == {}
     assert "--allow approximate" in attempt_of(refused, "sparse").reason

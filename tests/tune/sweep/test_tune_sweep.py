@@ -174,7 +174,7 @@ def test_a_size_that_fails_does_not_stop_the_others(tmp_path: Path, fake: FakeTr
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path, fake: FakeTraining) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(RunFolderError, match="no sweep"):
+    with pytest.raises(RunFolderError, match="other than a sweep"):
         run_sweep(SweepPlan(_config(), (1,)), tmp_path)
     with pytest.raises(RunFolderError, match="is a file"):
         run_sweep(SweepPlan(_config(), (1,)), tmp_path / "thesis.tex")
@@ -202,10 +202,10 @@ def test_two_sweeps_never_share_a_folder(tmp_path: Path, fake: FakeTraining, mon
 def test_a_run_ends_with_a_signal_to_the_sweep(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
     mark = tmp_path / "pid"
-    code = f"import os, pathlib, time; pathlib.Path({str(mark)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    code = f"import os, pathlib, time; pathlib.Path({str(mark)!r}).write_text(str(os.getpid())); time.sleep(300)"
 
     def interrupt() -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not (mark.exists() and mark.read_text()) and time.monotonic() < deadline:
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)

@@ -29,7 +29,7 @@ def test_only_cores_that_others_had_and_it_wanted_count(
     cores: list[float], own: float, waiting: float, disturbed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spent = iter([0.0, 2.0 * own])
-    monkeypatch.setattr(host_sources.Machine, "read", lambda self: SimpleNamespace(cores=cores))
+    monkeypatch.setattr(host_sources.HostSampler, "read", lambda self: SimpleNamespace(cores=cores))
     monkeypatch.setattr(host_sources.Family, "read", lambda self: SimpleNamespace(cpu_s=next(spent)))
     monkeypatch.setattr(CoreWait, "read", lambda self, clock_s: Waits(waiting))
     clock = iter([100.0, 102.0])

@@ -115,6 +115,20 @@ def test_a_recompilation_after_even_steps_is_not_the_pace(monkeypatch: pytest.Mo
     assert live.last_s == pytest.approx(0.05), "the window with the long step was not the last"
 
 
+def test_a_step_that_is_recorded_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several ranks train some steps eagerly before they record: even steps, and not the pace of the run."""
+
+    def step(visits: Counter[Hashable]) -> tuple[Hashable, float]:
+        return "one", 0.9 if visits.total() < 14 else 0.1
+
+    eager, captured = FakeLive(step), FakeLive(step)
+    for live, least in ((eager, 0), (captured, 14)):
+        monkeypatch.setattr(windows, "time", live)
+        step_s, stand = warm_up(cast(Live, live), Effort(), 300.0, least)
+        assert step_s == pytest.approx(0.1 if least else 0.9)
+        assert stand.done >= least
+
+
 def test_a_run_that_is_uneven_by_nature_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(0)
 

@@ -1,7 +1,7 @@
-"""Switches for models that several processes train: how gradients and parameters are gathered, and how often.
+"""Switches for models trained by several processes: how and how often gradients and parameters are gathered.
 
-A loop that adds up gradients over several passes needs their average over the processes once, before the update. Loops
-that do not say so gather after every pass.
+A loop that accumulates gradients over several passes needs their average over the processes only once, before the
+update. Loops that do not use `no_sync` gather after every pass.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from frameworm.attach.patches import Patches, keep_compiler_out
+from frameworm.attach.patches import Patches
 from frameworm.attach.script import AfterImport
 from frameworm.attach.trial.switches import Switches
+from frameworm.torch_private.compiler import keep_compiler_out
+from frameworm.torch_private.distributed import has_hook, shard_groups, shard_state
 
 _Function = Callable[..., Any]
 _BYTES_PER_MIB = 2**20
@@ -29,7 +31,7 @@ _FSDP = "torch.distributed.fsdp"
 
 
 def intercept_data_parallel(switches: Switches, patches: Patches) -> None:
-    """Set what belongs to DistributedDataParallel."""
+    """Set the switches of DistributedDataParallel and fully_shard."""
     if switches.bucket_mib or switches.bucket_views or switches.static_graph:
         patches.set(DistributedDataParallel, "__init__", functools.partial(_with_buckets, switches))
     if switches.gather_once:
@@ -40,7 +42,7 @@ def intercept_data_parallel(switches: Switches, patches: Patches) -> None:
 
 
 def _only_last(calls: int, original: _Function) -> _Function:
-    """`fully_shard` that leaves parts to the last of so many calls, which is the one around them all."""
+    """Wrap `fully_shard` so that only the last of `calls` takes effect, which is for the whole model."""
     made = 0
 
     @functools.wraps(original)
@@ -68,14 +70,14 @@ def _with_buckets(switches: Switches, original: _Function) -> _Function:
 
 @dataclass
 class _Accumulation:
-    """How a model's gradients are added up.
+    """State of a model's gradient accumulation.
 
     Attributes:
         model: The model.
-        passes: Since the last update.
-        before: Passes of the update before.
-        expected: Passes of an update; 0: not known.
-        owed: Gradients were added up and not gathered.
+        passes: Passes since the last update.
+        before: Passes of the previous update.
+        expected: Passes per update; 0 if unknown.
+        owed: Whether gradients were accumulated and not gathered.
     """
 
     model: DistributedDataParallel
@@ -86,17 +88,17 @@ class _Accumulation:
 
 
 class GatherOnce:
-    """Lets only the last pass before an update gather gradients, once two updates in a row took as many passes.
+    """Makes only the last pass before an update gather gradients, once two successive updates took equally many.
 
-    Where an update comes after fewer passes than that, or not all parameters are used in all passes, gradients are
-    averaged right before the update, so that the result is the same in any case.
+    If an update comes after fewer passes, or not all parameters are used in all passes, gradients are averaged right
+    before the update, so the result is always the same.
     """
 
     def __init__(self) -> None:
         self._followed: list[_Accumulation] = []
 
     def install(self, patches: Patches) -> None:
-        """Watch passes, and what needs whole gradients."""
+        """Watch passes, and calls that need gathered gradients."""
         patches.set(DistributedDataParallel, "forward", self._passing)
         for owner in (nn.utils, nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_", "get_total_norm"):
@@ -121,16 +123,16 @@ class GatherOnce:
                 return original(model, *args, **kwargs)
             known = self._of(model)
             known.passes += 1
-            if not model.require_backward_grad_sync:  # the loop says so itself
+            if not model.require_backward_grad_sync:  # the loop uses no_sync itself
                 return original(model, *args, **kwargs)
-            # The last pass would leave out what only passes before it have used.
+            # The last pass would miss parameters that only earlier passes have used.
             looks_for_unused = model.find_unused_parameters and not model.static_graph
             known.owed = known.passes < known.expected or (known.expected > 0 and looks_for_unused)
             if not known.owed:
                 return original(model, *args, **kwargs)
             with model.no_sync():
                 result = original(model, *args, **kwargs)
-            model.require_forward_param_sync = True  # buffers are handed on before each pass, as without this
+            model.require_forward_param_sync = True  # buffers are synchronized before each pass, as without this
             return result
 
         return keep_compiler_out(forward)
@@ -145,12 +147,12 @@ class GatherOnce:
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Average gradients that no pass has gathered; all processes come here at the same place of the loop."""
+        """Average gradients that no pass has gathered; all processes get here at the same point of the loop."""
         for known in self._followed:
             if known.owed:
                 known.owed = False
                 if known.passes < known.expected:
-                    known.expected = 0  # the loop is not as it seemed; learn again
+                    known.expected = 0  # the loop's pattern has changed: learn it again
                 _average_gradients(known.model)
 
     def _updated(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -162,7 +164,7 @@ class GatherOnce:
 
 
 def _average_gradients(model: DistributedDataParallel) -> None:
-    """What DistributedDataParallel does in passes, in one go for all gradients of a kind."""
+    """Average gradients as DistributedDataParallel does, with one collective per dtype."""
     group, world_size = model.process_group, dist.get_world_size(model.process_group)
     parameters = [item for item in model.module.parameters() if item.requires_grad]
     used = torch.tensor([item.grad is not None for item in parameters], dtype=torch.int32, device=parameters[0].device)
@@ -180,11 +182,11 @@ def _average_gradients(model: DistributedDataParallel) -> None:
 
 
 def facts_of_data_parallel(models: list[nn.Module], passes_per_update: float) -> dict[str, Any] | None:
-    """What decides which of these switches mean something; None where no model is trained so.
+    """Return what decides which of these switches apply; None if no model uses DistributedDataParallel.
 
     Args:
-        models: Those that are trained.
-        passes_per_update: Backward passes, on average over the first updates.
+        models: The trained models.
+        passes_per_update: Mean number of backward passes over the first updates.
     """
     found = [item for item in models if isinstance(item, DistributedDataParallel)]
     if not found:
@@ -197,30 +199,30 @@ def facts_of_data_parallel(models: list[nn.Module], passes_per_update: float) ->
         "bucket_views": bool(model.gradient_as_bucket_view),
         "looks_for_unused": bool(model.find_unused_parameters and not model.static_graph),
         "passes_per_update": passes_per_update,
-        "hooked": bool(model._comm_hooks),
+        "hooked": has_hook(model),
     }
 
 
 def gathers_twice(models: Sequence[nn.Module]) -> bool:
-    """Whether a model that `fully_shard` divides drops parameters after its forward pass and gathers them again."""
+    """Whether a `fully_shard` model drops parameters after forward and gathers them again for backward."""
     return any(
         group.post_forward_mesh_info is not None
         for model in models
         for part in _sharded_parts(model)
-        for group in _parameter_groups(part)
+        for group in shard_groups(part)
     )
 
 
 def shard_calls(models: Sequence[nn.Module]) -> int:
-    """How often `fully_shard` was called for parts of the one model that it was called for last; 0: it was not so."""
+    """Return how often `fully_shard` was called for the only sharded model and its parts; 0 if this does not apply."""
     found = [parts for model in models if (parts := _sharded_parts(model))]
     if len(found) != 1 or found[0][0] not in models:
         return 0
-    return len({id(part._get_fsdp_state()) for part in found[0]})
+    return len({id(shard_state(part)) for part in found[0]})
 
 
 def keep_gathered(model: nn.Module) -> None:
-    """Keep the parameters that a forward pass has gathered until its backward pass is over."""
+    """Keep the parameters gathered in forward until backward is done."""
     for part in _sharded_parts(model):
         part.set_reshard_after_forward(False, recurse=False)
 
@@ -228,11 +230,3 @@ def keep_gathered(model: nn.Module) -> None:
 def _sharded_parts(model: nn.Module) -> list[Any]:
     kind = getattr(sys.modules.get(_FSDP), "FSDPModule", None)
     return [] if kind is None else [part for part in model.modules() if isinstance(part, kind)]
-
-
-def _parameter_groups(part: Any) -> list[Any]:
-    """Of a part of a model; torch has allowed several since 2.13."""
-    state = part._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)
-    found = [getattr(state, "_fsdp_param_group", None)] if several is None else several
-    return [group for group in found if hasattr(group, "post_forward_mesh_info")]

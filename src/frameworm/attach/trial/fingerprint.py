@@ -1,4 +1,4 @@
-"""What the tuning of a script is bound to: the file, its arguments, the versions of what it uses, and the device."""
+"""What a tuning result depends on: the script, its arguments, library versions, and the device."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# What decides how a script computes.
+# Libraries that affect how a script computes.
 _LIBRARIES = ("torch", "triton", "transformers", "accelerate", "trl", "peft", "lightning", "pytorch-lightning")
 
 
 def fingerprint_of(script: Path, arguments: Sequence[str], world_size: int = 1) -> dict[str, Any]:
-    """The facts that must be the same for a result to hold; the device is known when the script uses it."""
+    """Return the facts that must be equal for a result to apply; the device is known once the script uses it."""
     versions = {}
     for name in _LIBRARIES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -32,7 +32,7 @@ def fingerprint_of(script: Path, arguments: Sequence[str], world_size: int = 1) 
 
 
 def differences(tuned: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """What is not as it was when the script was tuned, in words."""
+    """Describe what has changed since the script was tuned."""
     found = []
     if tuned.get("script") != here["script"]:
         found.append("the script has changed")

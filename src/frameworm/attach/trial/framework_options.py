@@ -1,7 +1,8 @@
-"""Options of training frameworks, set where a script makes the object that takes them.
+"""Set options of training frameworks where a script creates the object that takes them.
 
-Trainer's arguments, Lightning's Trainer, Fabric and Accelerator take as options much of what is otherwise set in torch.
-An object gets what its script has not given; where it is made and what the script gives is noted.
+Trainer's arguments, Lightning's Trainer, Fabric and Accelerator have options for much of what is otherwise set in
+torch. An object gets the options that its script has not passed; where it is created and what the script passes is
+recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _OURS = "_frameworm_options"
 
 @dataclasses.dataclass
 class _Made:
-    """An object that takes options: its class, the script's line or the library that makes it, and what it is given."""
+    """An object that takes options: its class, the script's line or the library that creates it, and its arguments."""
 
     kind: type
     line: int | None
@@ -34,11 +35,11 @@ class _Made:
 
 
 class FrameworkOptions:
-    """Sets options, and notes who makes the objects that take them.
+    """Sets options, and records where the objects that take them are created.
 
     Args:
-        script: The file whose lines are noted.
-        options: By class, what its objects get.
+        script: The file whose lines are recorded.
+        options: Options by class.
     """
 
     def __init__(self, script: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -48,10 +49,10 @@ class FrameworkOptions:
         self._seen: list[_Made] = []
 
     def watch(self, patches: Patches) -> list[AfterImport]:
-        """Watch the classes of the frameworks that the script imports, when it does.
+        """Watch the classes of frameworks as soon as the script imports them.
 
         Returns:
-            What to `disarm` at the end.
+            Import hooks to `disarm` at the end.
         """
         finders = [
             AfterImport(module, functools.partial(self._follow, patches, module, name))
@@ -62,7 +63,7 @@ class FrameworkOptions:
         return finders
 
     def facts(self, arguments: str | None) -> dict[str, Any]:
-        """What was seen of a class: the options that the script gives, and the library that makes its objects."""
+        """Return the options that the script passes to a class, and the library that creates its objects."""
         seen = self._of(arguments)
         return {
             "options_given": sorted({name for made in seen for name in made.given}),
@@ -70,7 +71,7 @@ class FrameworkOptions:
         }
 
     def places(self, arguments: str | None) -> list[tuple[str, int, str]]:
-        """Lines of the script that make an object of a class, as kind, line and the name of its class."""
+        """Return lines of the script that create an object of a class, as kind, line and class name."""
         return [("options", made.line, made.kind.__name__) for made in self._of(arguments) if made.line is not None]
 
     def _of(self, arguments: str | None) -> list[_Made]:
@@ -79,9 +80,9 @@ class FrameworkOptions:
     def _follow(self, patches: Patches, module: str, name: str) -> None:
         owner = getattr(sys.modules[module], name, None)
         if not isinstance(owner, type):
-            return  # another version of the library: its switches are set in torch
+            return  # another version of the library: switches are set in torch
         if dataclasses.is_dataclass(owner):
-            # Each subclass has an __init__ of its own, which is there only once the subclass is.
+            # Each subclass gets its own __init__, which exists only once the subclass does.
             if owner.__new__ is object.__new__:
                 owner.__new__ = _new_with(inspect.signature(owner.__init__))  # type: ignore[method-assign]
             patches.set(owner, "__new__", functools.partial(self._around_new, patches))
@@ -105,7 +106,7 @@ class FrameworkOptions:
             placed = dict(zip(parameters, (made, *args)))
             values = {**placed, **kwargs}
             seen = self._note(type(made), sys._getframe(1))
-            if seen.maker is not None:  # a parser gives all that there is
+            if seen.maker is not None:  # a parser passes all options
                 values = {name: item for name, item in values.items() if _differs(parameters, name, item)}
             seen.given.update(values)
             for kind in type(made).__mro__:
@@ -130,7 +131,7 @@ def _differs(parameters: Mapping[str, inspect.Parameter], name: str, value: Any)
 
 
 def _new_with(signature: inspect.Signature) -> _Function:
-    """A `__new__` that can stay: a class whose `__new__` was deleted takes no arguments any more."""
+    """Create a `__new__` that can stay: a class whose `__new__` was deleted no longer accepts arguments."""
 
     def new(kind: type, *args: Any, **kwargs: Any) -> Any:
         return object.__new__(kind)

@@ -1,4 +1,4 @@
-"""Spares the host waits for a GPU: while batches are copied to it, and where the script reads its loss."""
+"""Avoid host waits for a GPU: while batches are copied to it, and where the script reads its loss."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch.compiler import is_dynamo_compiling
 
 from frameworm.attach.patches import Patches
 from frameworm.attach.trial.switches import Switches
+from frameworm.torch_private.tensors import parse_to
 
 _Function = Callable[..., Any]
 
 
 def intercept_host_waits(switches: Switches, patches: Patches) -> None:
-    """Set what belongs to tensors."""
+    """Set the switches of tensors."""
     if switches.non_blocking:
         for name in ("to", "cuda"):
             patches.set(torch.Tensor, name, copying_ahead)
@@ -27,10 +28,10 @@ def intercept_host_waits(switches: Switches, patches: Patches) -> None:
 
 
 def copying_ahead(original: _Function) -> _Function:
-    """`Tensor.to` or `Tensor.cuda` that only queues copies from the host to a GPU.
+    """Wrap `Tensor.to` or `Tensor.cuda` to make copies from the host to a GPU asynchronous.
 
-    The copy is in order with what the GPU computes, and torch keeps page-locked memory until it is done. Copies to the
-    host stay as they are: it may read them at once.
+    The copy is ordered with the GPU's computation, and torch keeps page-locked memory until it is done. Copies to the
+    host are unchanged, since the host may read them at once.
     """
 
     @functools.wraps(original)
@@ -43,28 +44,28 @@ def copying_ahead(original: _Function) -> _Function:
 
 
 def copies_to_gpu(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of `Tensor.to` or `Tensor.cuda` copies to a GPU and leaves open whether the host waits."""
+    """Whether a call of `Tensor.to` or `Tensor.cuda` copies to a GPU without saying whether the host waits."""
     if len(args) > 1 or kwargs.keys() - {"device", "dtype"}:
         return False
     if name == "cuda":
         return True
     if not args and "device" not in kwargs:
         return False
-    device: torch.device | None = torch._C._nn._parse_to(*args, **kwargs)[0]
+    device = parse_to(*args, **kwargs).device
     return device is not None and device.type == "cuda"
 
 
 class LateLosses:
-    """`loss.item()` without waiting for the loss: each place that reads one gets the value it asked for last time.
+    """Makes `loss.item()` not wait: each place in the code gets the value that it asked for the last time.
 
-    The first read waits. What is read in evaluation is exact, since it has no gradient.
+    The first read waits. Values read in evaluation are exact, as they have no gradient.
     """
 
     def __init__(self) -> None:
         self._held: dict[tuple[CodeType, int], tuple[torch.Tensor, torch.Event]] = {}
 
     def around(self, original: _Function) -> _Function:
-        """`Tensor.item` as it is to be."""
+        """Wrap `Tensor.item`."""
 
         @functools.wraps(original)
         def item(tensor: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Sets switches in a script that knows nothing of them, at the places in torch where it comes past.
+"""Set switches from outside in an unmodified script, at the places in torch that it calls.
 
-Each is set before the script can see the other value, and where the script says something itself it wins. All that
-is changed is put back by `Patches.remove`, but for what has become part of the script's own objects.
+Each is set before the script can see another value, and explicit settings of the script win. `Patches.remove` restores
+everything except changes to the script's own objects.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from frameworm.attach.trial.loading import intercept_loading
 from frameworm.attach.trial.switches import Switches
 from frameworm.data.prefetch import map_tensors
 from frameworm.models.blocks import alike, find_block_classes
+from frameworm.torch_private.compiler import allow_graphs_of_alike_modules
+from frameworm.torch_private.modules import compiled_call, plain_call, set_compiled_call
 
 _Function = Callable[..., Any]
 _HALF = (torch.bfloat16, torch.float16)
-# What allows each back end of attention, and by the name that a backward pass gives it which one was taken.
+# Functions that query and allow each attention back end, keyed by its name in backward nodes.
 _ALLOWS = {
     "flash": ("flash_sdp_enabled", "enable_flash_sdp"),
     "efficient": ("mem_efficient_sdp_enabled", "enable_mem_efficient_sdp"),
@@ -34,10 +36,10 @@ _ATTENTION = "ScaledDotProduct"
 
 
 def intercept(switches: Switches, patches: Patches) -> ModelSwitches:
-    """Set the switches; torch has just been imported.
+    """Set the switches right after torch was imported.
 
     Returns:
-        What to tell about the models that the script trains.
+        Sets the switches of models; call its `found` for each model that the script trains.
     """
     if switches.tf32:
         torch.set_float32_matmul_precision("high")
@@ -60,9 +62,9 @@ def intercept(switches: Switches, patches: Patches) -> ModelSwitches:
 
 
 def _attend_by(wanted: str, patches: Patches) -> None:
-    """Leave one back end to attention, beside the plain one that takes what no other can.
+    """Allow only one attention back end, besides the plain fallback.
 
-    For the whole process: where activations are computed again in the backward pass, they must come from the same one.
+    This holds for the whole process: activations recomputed in backward must use the same one.
     """
     for name, (is_allowed, allow) in _ALLOWS.items():
         allowing, before = getattr(torch.backends.cuda, allow), getattr(torch.backends.cuda, is_allowed)()
@@ -71,7 +73,7 @@ def _attend_by(wanted: str, patches: Patches) -> None:
 
 
 def attention_of(loss: torch.Tensor) -> str | None:
-    """The back end of attention on the way to a loss; None: none, or the plain one, which leaves no trace."""
+    """Return the attention back end used to compute a loss; None for none, or the plain one, which leaves no trace."""
     waiting, seen = [loss.grad_fn], set()
     while waiting:
         node = waiting.pop()
@@ -94,13 +96,13 @@ def _dropping(original: _Function) -> _Function:
 
 
 class ModelSwitches:
-    """Sets what belongs to a model, when it is first trained."""
+    """Sets the switches of a model when it is first trained."""
 
     def __init__(self, switches: Switches) -> None:
         self._switches = switches
 
     def found(self, module: nn.Module) -> None:
-        """A module that no other calls is about to be called in training, for the first time."""
+        """Set the switches of an outermost module before its first call in training."""
         switches = self._switches
         if switches.channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -109,41 +111,38 @@ class ModelSwitches:
         if switches.compile_blocks:
             _compile_blocks(module)
         compiles = switches.compile or switches.cuda_graphs
-        if not (compiles or switches.autocast != "off") or module._compiled_call_impl is not None:
+        if not (compiles or switches.autocast != "off") or compiled_call(module) is not None:
             return
-        trained = plain = module._call_impl
+        trained = plain = plain_call(module)
         if compiles:
             mode = "reduce-overhead" if switches.cuda_graphs else None
             trained = functools.partial(_compiled(type(module).__name__, mode), plain)
         if switches.autocast != "off":
             trained = functools.partial(_in_half, trained)
-        # Where `module.compile()` puts its own; copies and saved models leave it out.
-        module._compiled_call_impl = functools.partial(_called, module, plain, trained)
+        set_compiled_call(module, functools.partial(_called, module, plain, trained))
 
 
 def _compile_blocks(model: nn.Module) -> None:
-    """Compile what the model repeats; its own forward runs as written."""
+    """Compile the blocks that the model repeats; its own forward runs eagerly."""
     groups = [group for kind in find_block_classes(model) for group in alike(kind)]
     for group in groups:
         compiled = _compiled(type(group[0]).__name__)
         for block in group:
-            if block._compiled_call_impl is None:
-                plain = block._call_impl
-                block._compiled_call_impl = functools.partial(_called, block, plain, functools.partial(compiled, plain))
+            if compiled_call(block) is None:
+                plain = plain_call(block)
+                set_compiled_call(block, functools.partial(_called, block, plain, functools.partial(compiled, plain)))
     if groups:
-        # Numbers that differ from block to block, such as a layer's index, become inputs of the one graph.
-        torch._dynamo.config.allow_unspec_int_on_nn_module = True
-        torch._dynamo.config.recompile_limit += max(map(len, groups))
+        allow_graphs_of_alike_modules(max(map(len, groups)))
 
 
 def _called(module: nn.Module, plain: _Function, trained: _Function, *inputs: Any, **named: Any) -> Any:
-    """Evaluation runs as written: its shapes and modes would need compilations of their own."""
+    """Run evaluation eagerly, as its shapes and modes would need separate compilations."""
     call = trained if module.training and torch.is_grad_enabled() else plain
     return call(*inputs, **named)
 
 
 def _in_half(call: _Function, *inputs: Any, **named: Any) -> Any:
-    """A call in half precision; what it returns is in the precision that the script knows."""
+    """Call in half precision and convert the result back to full precision."""
     kind = next((item.device.type for item in (*inputs, *named.values()) if isinstance(item, torch.Tensor)), "cpu")
     if torch.is_autocast_enabled(kind):
         return call(*inputs, **named)
@@ -156,7 +155,7 @@ def _in_full(item: torch.Tensor) -> torch.Tensor:
 
 
 def _compiled(name: str, mode: str | None = None) -> _Function:
-    """Makes a call, compiled; from a frame of ours, because the compiler passes over torch's own files."""
+    """Return a compiled function that makes a call, in a frame of ours, as the compiler skips torch's own files."""
     own = types.FunctionType(_through.__code__.replace(co_name=f"{name}_training"), globals())
     return torch.compile(own, mode=mode)
 
@@ -170,7 +169,7 @@ def _fused(original: _Function) -> _Function:
     def initialise(self: Any, params: Any, defaults: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         original(self, params, defaults, *args, **kwargs)
         if can_fuse(self):
-            for settings in (self.defaults, *self.param_groups):  # groups that come later take the defaults
+            for settings in (self.defaults, *self.param_groups):  # groups added later take the defaults
                 settings["fused"] = True
             self._step_supports_amp_scaling = True
 
@@ -178,7 +177,7 @@ def _fused(original: _Function) -> _Function:
 
 
 def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether torch has one kernel for its update, and the script has left open how it is computed."""
+    """Whether torch has a fused kernel for the update, and the script has not chosen an implementation."""
     groups = optimizer.param_groups
     if not all("fused" in group and group["fused"] is None and group.get("foreach") is None for group in groups):
         return False

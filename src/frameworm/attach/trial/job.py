@@ -1,4 +1,4 @@
-"""What a trial is to do, as plain data that crosses to its process. No torch here."""
+"""What a trial is to do, as plain data that is passed to its process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ Role = Literal["time", "lead", "follow"]
 
 
 @dataclass(frozen=True)
-class TrialJob:
+class ScriptJob:
     """One run of a script.
 
     Attributes:
         script: The Python file.
-        arguments: What follows it.
-        module: The name that it has as a module, where it runs as with `python -m`.
-        source: What to run in its place, under its name; None: what it holds.
-        switches: What is set, as `Switches.to_dict` gives it.
-        options: By class of a framework, the options that its objects get, as `through_options` divides them.
-        role: time: stand and go by the step, as told. lead: write down states and what steps give from there. follow:
-            take these over and write down what one's own steps give.
-        folder: Where states lie, and where a process writes what it computed.
-        name: Of what it writes.
-        steps: At which steps states are compared.
-        perturbed: follow: move the parameters by at most one unit of rounding, drawn by this number; 0: do not.
-        draws: follow: at the first of the steps call the model so often, with random draws as in training; 0: compare
-            steps without dropout.
-        unit: That unit, of the precision that the script computes in.
-        isolated: In namespaces of its own, where nothing that is written stays.
-        ranks: Variables in which each of several processes differs from the tuner; empty: it is one process.
-        spawned: The script itself starts that many processes; they are known by their rank in its process group.
-        port: Where these meet.
-        commands: Numbers of the files that tell each process what to do.
-        reports: Numbers of the files to report to.
-        logs: Numbers of the files that take what each of several processes prints.
+        arguments: Its command-line arguments.
+        module: Its module name, to run it as with `python -m`.
+        source: Source code to run in place of the file's; None for the file's own.
+        switches: The switches to set, from `Switches.to_dict`.
+        options: Options to set by framework class, from `through_options`.
+        role: time: pause and continue between steps on command. lead: save states and the results of steps from them.
+            follow: load these states and save the results of its own steps.
+        folder: Where states are, and where a process writes its results.
+        name: Name of its results.
+        steps: Steps at which states are compared.
+        perturbed: follow: seed for moving the parameters by at most one unit roundoff; 0 for not moving them.
+        draws: follow: number of calls of the model, with random draws as in training, at the first of the steps; 0 to
+            compare steps without dropout.
+        unit: Unit roundoff of the script's precision.
+        isolated: Whether to run in separate namespaces, where no write persists.
+        ranks: Per process, the environment variables that differ from the tuner's; empty for one process.
+        spawned: Whether the script itself starts that many processes; they are identified by their rank in its process
+            group.
+        port: Port of their rendezvous.
+        commands: File descriptors from which each process reads commands.
+        reports: File descriptors for reports.
+        logs: File descriptors for the output of each of several processes.
     """
 
     script: str
@@ -61,14 +62,14 @@ class TrialJob:
     logs: list[int] = field(default_factory=list)
 
     def folder_of(self, rank: int) -> Path:
-        """Where one of its processes writes."""
+        """Return the folder where one of its processes writes."""
         return Path(self.folder, f"rank{rank}") if self.ranks else Path(self.folder)
 
     def write(self, path: Path) -> None:
-        """For the process."""
+        """Write it for the process."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> TrialJob:
-        """What `write` wrote."""
+    def read(cls, path: Path) -> ScriptJob:
+        """Read it back."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))

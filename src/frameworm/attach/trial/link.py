@@ -1,4 +1,4 @@
-"""How the processes of a trial talk with the tuner: lines of JSON, in a pipe each way for each rank."""
+"""Communication of a trial's processes with the tuner: lines of JSON in two pipes per rank."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-# More steps than a script makes: a process that nobody times is not to stand.
+# More steps than any script makes, so that a process that is not timed never pauses.
 _NEVER = 10**9
 _WAIT_S = 3600.0
 
 
 class Link:
-    """This process's end.
+    """This process's end of the pipes.
 
     Args:
-        commands: Numbers of the files to read from, one for each rank.
-        reports: Numbers of the files to write to, likewise.
-        rank: Of this process; None: it is known once the process trains, from the process group that it has joined.
-        is_child: The script has started this process.
+        commands: File descriptors to read from, one per rank.
+        reports: File descriptors to write to, one per rank.
+        rank: Rank of this process; None if it will be known from the process group once the process trains.
+        is_child: Whether the script has started this process.
     """
 
     def __init__(
@@ -36,33 +36,33 @@ class Link:
 
     @property
     def rank(self) -> int | None:
-        """Of this process, among those that the tuner waits for; None: it does not wait for this one, or not yet."""
+        """Rank of this process among those that the tuner waits for; None if it is not (yet) one of them."""
         if self._given is not None:
             return None if self._is_child() else self._given
         group = _group()
         if group is not None and group[1] == len(self._reports):
-            self._joined = group[0]  # for good: a script may leave its group before it ends
+            self._joined = group[0]  # kept, as a script may leave its group before it ends
         return self._joined
 
     def report(self, told: dict[str, Any]) -> None:
-        """Tell the tuner something; without a tuner the trial ends."""
+        """Send a message to the tuner; the trial ends if the tuner is gone."""
         rank = self.rank
         if rank is not None:
             self._write(rank, told)
             self._has_told = True
         elif self._given is not None and not self._has_told:
-            # The script trains here, and not in the process that the tuner has started.
+            # The script trains here, not in the process that the tuner has started.
             group = _group()
             self._write(self._given, {"event": "elsewhere", "world_size": 0 if group is None else group[1]})
             time.sleep(_WAIT_S)  # the tuner kills this process
 
     def report_end(self, told: dict[str, Any]) -> None:
-        """Tell that the script has come to its end, whichever of its processes the tuner waits for."""
+        """Report the end of the script for every process that the tuner waits for."""
         for rank in range(len(self._reports)) if self._given is None else (self._given,):
             self._write(rank, told)
 
     def receive(self) -> dict[str, Any]:
-        """What to do next."""
+        """Return the next command."""
         rank = self.rank
         if rank is None:
             return {"go": _NEVER}
@@ -70,12 +70,12 @@ class Link:
             self._reading = os.fdopen(self._commands[rank], encoding="utf-8")
         line = self._reading.readline()
         if not line:
-            os.kill(os.getpid(), signal.SIGKILL)  # an end by itself would run the script's own clean-up
+            os.kill(os.getpid(), signal.SIGKILL)  # a normal exit would run the script's own cleanup
         told: dict[str, Any] = json.loads(line)
         return told
 
     def _is_child(self) -> bool:
-        """Whether the script has started this process."""
+        """Whether this process is a child of the trial's process."""
         return os.getpid() != self._process
 
     def _write(self, rank: int, told: dict[str, Any]) -> None:
@@ -87,7 +87,7 @@ class Link:
 
 
 def _group() -> tuple[int, int] | None:
-    """This process's rank in its process group, and the group's size."""
+    """Return this process's rank in its process group, and the group's size."""
     module = sys.modules.get("torch.distributed")
     if module is None or not module.is_available() or not module.is_initialized():
         return None

@@ -1,9 +1,9 @@
-"""Trials that are compared: one run of the script writes down states, others go on from the same ones.
+"""Trials to compare: one run of the script saves states, others continue from the same states.
 
-All of them run the script as it is. Before some of its steps the leading run writes down parameters, buffers,
-the optimizers' state and that of random numbers; a following run takes them over before the same step. Each notes what
-its step gives: the loss, gradients before they are clipped, and what changes in buffers. Dropout is off in all of them:
-other kernels draw other masks. Further runs take over the first state with dropout on, and call the model many times.
+All of them run the unmodified script. Before some of its steps, the leading run saves parameters, buffers, optimizer
+state and random state; a following run loads them before the same step. Each records the results of its step: the loss,
+gradients before clipping, and changes of buffers. Dropout is off in all of them, since other kernels draw other masks.
+Further runs load the first state with dropout on, and call the model many times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 
 from frameworm.attach.padding import trimmed
 from frameworm.attach.trial.interception import ModelSwitches
-from frameworm.attach.trial.job import TrialJob
+from frameworm.attach.trial.job import ScriptJob
 from frameworm.attach.trial.steps import Listener, StepCounter
 from frameworm.data.prefetch import tensors_in
 from frameworm.numerics.comparison import Sketches, outputs_of
@@ -38,16 +38,16 @@ _SEED = 20
 
 
 class ComparedRun(Listener):
-    """Writes down states, or takes them over, and notes what steps give.
+    """Saves or loads states, and records the results of steps.
 
     Args:
-        switches: To be set in the models that are found.
-        job: At which steps, and as whom.
-        place: Returns the folder for what this process writes, once it trains.
-        report: Takes what is to be told: after each compared step, and when all are done.
+        switches: Switches to set in the models that are found.
+        job: The steps to compare, and the role.
+        place: Returns the folder for this process's results, once it trains.
+        report: Receives a message after each compared step, and when all are done.
     """
 
-    def __init__(self, switches: ModelSwitches, job: TrialJob, place: Callable[[], Path], report: Any) -> None:
+    def __init__(self, switches: ModelSwitches, job: ScriptJob, place: Callable[[], Path], report: Any) -> None:
         self.counter = StepCounter(self)
         self._switches = switches
         self._job = job
@@ -64,7 +64,7 @@ class ComparedRun(Listener):
         self._settings: dict[str, Any] = {}
         self._start: Named | None = None
         self._given: Named = {}
-        # A script that seeds nothing would draw other samples in each run; torch itself begins with the same seed.
+        # An unseeded script would draw other samples in each run; torch itself always starts with the same seed.
         random.seed(_SEED)
         np.random.seed(_SEED)
 
@@ -73,14 +73,14 @@ class ComparedRun(Listener):
         return self._place()
 
     def model_found(self, module: nn.Module) -> None:
-        """Set what belongs to it, and leave dropout out."""
+        """Set the model's switches, and turn dropout off."""
         if not self._job.draws:
             self._dropout.append(DropoutOff(module))
             self._dropout[-1].start()
         self._switches.found(module)
 
     def step_begins(self, number: int) -> None:
-        """Finish what the last step gave; before a compared one write down the state, or take it over."""
+        """Save the last step's results; before a compared step, save or load the state."""
         self._finish(number - 1)
         self._hashes, self._loss, self._turn = [], None, 0
         if number > self._job.steps[-1]:
@@ -113,7 +113,7 @@ class ComparedRun(Listener):
 
     @torch.no_grad()
     def _perturb(self, tensors: StepTensors) -> None:
-        """Move each parameter by at most one unit of rounding."""
+        """Move each parameter by at most one unit roundoff."""
         generator = torch.Generator(self._device()).manual_seed(self._job.perturbed)
         for name, tensor in tensors.live().items():
             if name.startswith("parameter ") and tensor.is_floating_point():
@@ -121,7 +121,7 @@ class ComparedRun(Listener):
                 tensor.mul_(1 + self._job.unit * noise.to(tensor))
 
     def called(self, module: nn.Module, call: Callable[[], Any]) -> None:
-        """Where draws are compared, call it again and again instead of going on."""
+        """If draws are compared, call the model repeatedly instead of continuing."""
         if self._before is None or not self._job.draws:
             return
         tensors = self._tensors()
@@ -136,18 +136,18 @@ class ComparedRun(Listener):
         self._end(self.counter.step)
 
     def fetched(self, iterator: Any, batch: Any, seconds: float) -> None:
-        """Note which samples came."""
+        """Record which samples were fetched."""
         if self._before is not None:
-            self._hashes.append(batch_hash(trimmed(batch)))  # padding is no part of a sample
+            self._hashes.append(batch_hash(trimmed(batch)))  # padding is not part of a sample
 
     def goes_back(self, loss: torch.Tensor) -> None:
-        """Add up what is differentiated."""
+        """Sum the losses that are differentiated."""
         if self._before is not None and loss.numel() == 1:
             own = loss.detach().double()
             self._loss = own if self._loss is None else self._loss + own
 
     def before_update(self) -> None:
-        """Note the gradients; of a step with several updates, those of each."""
+        """Record the gradients; if a step has several updates, those of each."""
         if self._before is None:
             return
         self._turn += 1
@@ -162,20 +162,20 @@ class ComparedRun(Listener):
         self._counts.update((f"gradient of {name}{turn}", item.numel()) for name, item in gradients.items())
 
     def updates(self, optimizer: torch.optim.Optimizer, *, evaluates: bool) -> None:
-        """Note rates and the like, and what the update starts from."""
+        """Record the optimizer's settings, and the state from which the update starts."""
         self._start = None
         if self._before is None:
             return
         names = self._names()
         self._settings.update(settings_of(optimizer, names))
-        scales = getattr(optimizer, "grad_scale", None) is not None  # which is part of the update then
+        scales = getattr(optimizer, "grad_scale", None) is not None  # unscaling is then part of the update
         if self._job.role == "follow" and optimizer.state and not evaluates and not scales:
             self._start = self._tensors().copy()
             mine = {item for group in optimizer.param_groups for item in group["params"] if item.grad is not None}
             self._given = {names[item]: own_shard(item.grad.detach()).clone() for item in mine if item.grad is not None}
 
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
-        """See whether the update is what torch's plain optimizer makes of this gradient."""
+        """Compare the update with that of torch's plain optimizer for the same gradient."""
         if self._before is not None and self._start is not None:
             mine = {
                 item: name
@@ -186,13 +186,13 @@ class ComparedRun(Listener):
             self._updates.update(errors)
 
     def _is_first(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str) -> bool:
-        """Whether this update has made the parameter's state, as where models are trained in turns."""
+        """Whether this update has created the parameter's state, as when models are trained in turns."""
         state = optimizer.state.get(parameter, {})
         tensors = [key for key, value in state.items() if isinstance(value, torch.Tensor)]
         return any(f"optimizer {name} {key}" not in (self._start or {}) for key in tensors)
 
     def _finish(self, number: int) -> None:
-        """Write down what a compared step gave."""
+        """Save the results of a compared step."""
         if self._before is None or self._outputs is None:
             self._before = None
             return

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from frameworm.attach.children import Children, around_bootstrap
 from frameworm.attach.script import AfterImport, run_script
-from frameworm.attach.trial.job import TrialJob
+from frameworm.attach.trial.job import ScriptJob
 from frameworm.attach.trial.link import Link
 from frameworm.attach.trial.switches import Switches
 from frameworm.launch.environment import become_rank, keep_compiled_in
@@ -22,22 +22,22 @@ from frameworm.launch.environment import become_rank, keep_compiled_in
 if TYPE_CHECKING:
     from frameworm.attach.trial.steps import StepCounter
 
-# What this file is called where it does not run itself.
+# The name of this module, which is __main__ when run itself.
 _MODULE = "frameworm.attach.trial.main"
 
 
 def main() -> None:
     """Run the script as the job says."""
-    job = TrialJob.read(Path(sys.argv[1]))
+    job = ScriptJob.read(Path(sys.argv[1]))
     if job.isolated:
         from frameworm.attach.isolation import isolate
 
         isolate([Path(job.folder)])
     else:
         _die_with_parent(job.reports[0])
-    keep_compiled_in(Path(job.folder, "compiled"))  # what one trial compiles, the next ones find
+    keep_compiled_in(Path(job.folder, "compiled"))  # later trials reuse what one compiles
     if job.spawned and job.source is not None:
-        Path(job.script).write_text(job.source, encoding="utf-8")  # spawned processes read it; of the trial alone
+        Path(job.script).write_text(job.source, encoding="utf-8")  # for spawned processes; visible in this trial only
     rank = None if job.spawned else _split(job) if job.ranks else 0
     link = Link(job.commands, job.reports, rank)
     trial = _Trial(job, link)
@@ -45,7 +45,7 @@ def main() -> None:
     ending = run_script(Path(job.script), job.arguments, job.module, job.source)
     trial.disarm()
     if isinstance(ending.code, str):
-        print(ending.code, file=sys.stderr)  # as Python does at the end of a process
+        print(ending.code, file=sys.stderr)  # as Python does at exit
     sys.stdout.flush()
     sys.stderr.flush()
     link.report_end(
@@ -62,13 +62,13 @@ def main() -> None:
 
 
 def _has_started_processes() -> bool:
-    """Whether the script has made processes of multiprocessing; their names count up."""
+    """Whether the script has created multiprocessing processes, whose names are numbered."""
     module = sys.modules.get("multiprocessing.process")
     return module is not None and not module.BaseProcess(name=None).name.endswith("-1")
 
 
-def _split(job: TrialJob) -> int:
-    """Start one process for each rank; returns in each of them. This one waits until the last has ended."""
+def _split(job: ScriptJob) -> int:
+    """Start one process per rank and return in each of them; this process waits until the last has ended."""
     for rank, different in enumerate(job.ranks):
         if os.fork() == 0:
             _die_with_parent(job.reports[rank])
@@ -85,15 +85,15 @@ def _split(job: TrialJob) -> int:
 
 
 def _die_with_parent(pipe: int) -> None:
-    """A tuner that is killed leaves no trials behind."""
+    """End with the tuner, so that a killed tuner leaves no trials behind."""
     if sys.platform == "linux":
         from frameworm.attach.isolation import die_with_parent
 
         die_with_parent(pipe)
 
 
-def _close(job: TrialJob, but: int | None = None) -> None:
-    """Close the files of other processes: the tuner sees by them who has ended."""
+def _close(job: ScriptJob, but: int | None = None) -> None:
+    """Close the files of other processes, by which the tuner sees who has ended."""
     for rank, numbers in enumerate(zip(job.commands, job.reports, job.logs)):
         if rank != but:
             for number in numbers:
@@ -101,9 +101,9 @@ def _close(job: TrialJob, but: int | None = None) -> None:
 
 
 class _Trial:
-    """What goes on in one of the script's processes, from when it imports torch."""
+    """The trial in one of the script's processes, from the import of torch on."""
 
-    def __init__(self, job: TrialJob, link: Link) -> None:
+    def __init__(self, job: ScriptJob, link: Link) -> None:
         self._job, self._link = job, link
         self.counter: StepCounter | None = None
         self._finder = AfterImport("torch", self._attach)
@@ -112,11 +112,11 @@ class _Trial:
 
     @property
     def steps(self) -> int:
-        """Updates so far."""
+        """Number of updates so far."""
         return 0 if self.counter is None else self.counter.updates
 
     def follow_children(self) -> None:
-        """Go on in processes that the script starts, unless it trains in this one or a launcher has started them."""
+        """Continue in processes that the script starts, unless it trains in this one or a launcher has started them."""
         job = self._job
         if job.ranks and not job.spawned:
             return
@@ -125,7 +125,7 @@ class _Trial:
         self._children.arm()
 
     def child_ends(self, code: int) -> None:
-        """Report that this child process is done; a failure shows in the process of the script itself."""
+        """Report that this child process is done; failures show in the script's own process."""
         if code == 0 and self.steps:
             self._link.report(
                 {
@@ -138,13 +138,13 @@ class _Trial:
             )
 
     def disarm(self) -> None:
-        """Wait for nothing more."""
+        """Stop waiting for imports and children."""
         self._finder.disarm()
         if self._children is not None:
             self._children.disarm()
 
     def _attach(self) -> None:
-        """The script has imported torch: set the switches and count its steps."""
+        """Set the switches and count steps, once the script has imported torch."""
         from frameworm.attach.patches import Patches
         from frameworm.attach.trial.framework_options import FrameworkOptions
         from frameworm.attach.trial.interception import intercept
@@ -165,9 +165,9 @@ class _Trial:
 
 
 def begin_child(settings: Mapping[str, Any], files: Sequence[int]) -> None:
-    """Go on in this process, which the script has started with multiprocessing."""
+    """Continue in this process, which the script has started with multiprocessing."""
     half = len(files) // 2
-    job = replace(TrialJob(**settings), commands=list(files[:half]), reports=list(files[half:]))
+    job = replace(ScriptJob(**settings), commands=list(files[:half]), reports=list(files[half:]))
     trial = _Trial(job, Link(job.commands, job.reports, None if job.spawned else 0, is_child=True))
     around_bootstrap(lambda process: trial.child_ends)
 

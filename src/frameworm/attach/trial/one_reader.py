@@ -1,11 +1,11 @@
-"""One loader process that draws what the script's own process would have drawn for its samples.
+"""One loader process that draws the random numbers that the script's own process would have drawn.
 
-torch gives each process of a loader a seed of its own, so a data set that augments at random yields other samples with
-processes than without. A single process can yield the same: it goes on where the script's generators are when the
-first batch of a pass is asked for, and with every batch they move on to where it has got to.
+torch seeds every loader process differently, so a data set with random augmentation yields other samples with processes
+than without. A single process can yield the same: it starts from the state of the script's generators when the first
+batch of a pass is requested, and with every batch they advance to its state.
 
-That holds as long as nobody else draws from the same generators in between. Dropout on a CPU does, and so might a
-sampler: then samples differ, as the proof will find.
+That holds as long as nothing else draws from the same generators in between. Dropout on a CPU does, and so might a
+sampler: then samples differ, and the proof detects it.
 """
 
 from __future__ import annotations
@@ -17,35 +17,33 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data._utils.pin_memory import pin_memory
-from torch.utils.data.dataloader import DataLoader, _MultiProcessingDataLoaderIter
 
 from frameworm.attach.patches import Patches
 from frameworm.attach.trial.whole_batches import can_be_indexed
 from frameworm.data.samples.held import Held, Walk, process_generators, read_state, write_state
+from frameworm.torch_private.loaders import NEXT_OF_WORKERS, OPENS_ITERATOR, pin_memory, set_source
 
 _Function = Callable[..., Any]
 _BOTH = (
-    "frameworm: samples and training draw from the same random numbers here; with a loader process the samples are "
-    "others than without"
+    "frameworm: samples and training draw from the same random numbers here; with a loader process the samples differ"
 )
 
 
 class OneReader:
-    """Lets single processes of loaders draw as if they were the script's own.
+    """Makes a loader's single process draw as the script's own process would.
 
     Args:
-        patches: Takes what is changed in torch.
+        patches: Records the changes to torch.
     """
 
     def __init__(self, patches: Patches) -> None:
         self._datasets: list[Any] = []
-        patches.set(DataLoader, "_get_iterator", self._opened)
-        patches.set(_MultiProcessingDataLoaderIter, "_next_data", _moved_on)
+        patches.set(*OPENS_ITERATOR, self._opened)
+        patches.set(*NEXT_OF_WORKERS, _moved_on)
 
     def reads_for(self, loader: Any) -> None:
-        """A loader has been given its process; copies that a library makes of it count too."""
-        if not can_be_indexed(loader.dataset, loader.collate_fn):  # nothing is drawn there
+        """Register a loader that was given a process; copies that a library makes of it count too."""
+        if not can_be_indexed(loader.dataset, loader.collate_fn):  # such a data set draws nothing
             self._datasets.append(loader.dataset)
 
     def _opened(self, original: _Function) -> _Function:
@@ -62,9 +60,8 @@ class OneReader:
                 iterator = original(loader)
             finally:
                 held.update(own)
-            iterator._dataset, iterator._collate_fn = own["dataset"], own["collate_fn"]
-            iterator._index_sampler = own["batch_sampler"]
-            iterator._frameworm_draws = here
+            set_source(iterator, own["dataset"], own["collate_fn"], own["batch_sampler"])
+            iterator.frameworm_draws = here
             return iterator
 
         return get_iterator
@@ -76,14 +73,14 @@ def _moved_on(original: _Function) -> _Function:
         found = original(iterator)
         if not isinstance(found, _Drawn):
             return found
-        iterator._frameworm_draws.move_on(found)
+        iterator.frameworm_draws.move_on(found)
         return found.batch
 
     return next_data
 
 
 class _Here:
-    """The generators of the script's process, by what they are found under."""
+    """The generators in the script's process, by path."""
 
     def __init__(self, dataset: Any, collate: Any) -> None:
         self._walk, _ = _look_at(dataset, collate)
@@ -91,12 +88,12 @@ class _Here:
         self._has_told = False
 
     def states(self) -> dict[str, Any]:
-        """Where they are."""
+        """Return their states."""
         self._known = {path: _state(item) for path, item in self._walk.generators.items()}
         return self._known
 
     def move_on(self, drawn: _Drawn) -> None:
-        """Follow the loader's process, where nothing was drawn here since."""
+        """Advance generators to the loader process's states, unless something was drawn here since."""
         for path, state in drawn.states.items():
             generator = self._walk.generators.get(path)
             if generator is None:
@@ -112,7 +109,7 @@ class _Here:
 
 
 class _There:
-    """A data set in the loader's process, with what to make of its samples."""
+    """A data set in the loader's process, with its collate function."""
 
     def __init__(self, dataset: Any, collate: Any) -> None:
         self._dataset, self._collate = dataset, collate
@@ -122,7 +119,7 @@ class _There:
         self._counted: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # not there yet when it is unpickled
+        if name.startswith("_"):  # not set yet during unpickling
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
@@ -130,7 +127,7 @@ class _There:
         return len(self._dataset)
 
     def __getitems__(self, places: Any) -> Any:
-        """The samples at some places."""
+        """Return the samples at some indices."""
         if isinstance(places, _First):
             self._walk, self._held = _look_at(self._dataset, self._collate)
             for path, state in places.states.items():
@@ -142,7 +139,7 @@ class _There:
         return [self._dataset[place] for place in places]
 
     def collate(self, samples: Any) -> _Drawn:
-        """A batch, and what was drawn and counted for it."""
+        """Return a batch, with the generators and counters that changed for it."""
         batch = self._collate(samples)
         assert self._walk is not None
         assert self._held is not None
@@ -159,7 +156,7 @@ class _There:
 
 @dataclass(frozen=True)
 class _First:
-    """The first places of a pass, and where the generators are."""
+    """The first indices of a pass, and the generators' states."""
 
     places: Any
     states: dict[str, Any]
@@ -167,19 +164,19 @@ class _First:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """A batch, the generators that have moved for it, and counters that have changed."""
+    """A batch, with the states of generators and counters that changed for it."""
 
     batch: Any
     states: dict[str, Any]
     counters: dict[str, Any]
 
     def pin_memory(self) -> _Drawn:
-        """What torch asks for where batches are page-locked."""
+        """Page-lock the batch; called by torch."""
         return _Drawn(pin_memory(self.batch), self.states, self.counters)
 
 
 class _Places:
-    """A batch sampler that sends the generators' states along with its first batch, when that has been drawn."""
+    """A batch sampler that adds the generators' states to its first batch, once that has been drawn."""
 
     def __init__(self, sampler: Any, here: _Here) -> None:
         self._sampler, self._here = sampler, here
@@ -202,7 +199,7 @@ def _look_at(dataset: Any, collate: Any) -> tuple[Walk, Held]:
 
 
 def _state(generator: Any) -> Any:
-    """As plain data: a tensor would be sent by a file of its own."""
+    """Return a generator's state as plain data, as a tensor would be sent through a separate file."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     return read_state(generator)

@@ -1,7 +1,7 @@
-"""Where a batch says what pads it, simple enough to be written into a script.
+"""How a batch identifies its padding, simple enough to be written into a script.
 
 A layout is plain data: `form` of the batch (mapping, list or tuple) and its `length`, the members to `cut`, the `side`
-of the padding, and what is `real`: members with a test, of which one holds wherever a position is none of padding.
+of the padding, and `real`: members with a test each, one of which holds at every position that is not padding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Test = tuple[Any, str]
 
 
 def layout_of(batch: Any) -> dict[str, Any] | None:
-    """The layout of a batch that can be trimmed; None where it is not padded or not as simple."""
+    """Return the layout of a batch that can be trimmed; None if it is not padded or not this simple."""
     kind: type = type(batch)
     if isinstance(batch, Mapping):
         form = "mapping"
@@ -57,7 +57,7 @@ def _is_cut(before: Any, after: Any) -> bool:
 
 
 def _tests(tables: Mapping[Any, torch.Tensor]) -> Iterator[list[_Test]]:
-    """What may tell real positions: a mask, or labels that are not ignored together with ids that do not pad."""
+    """Yield tests for real positions: a mask, or labels that are not ignored together with non-padding IDs."""
     by_name = sorted(tables, key=lambda key: "mask" not in str(key).lower())
     masks = [key for key in by_name if bool(((tables[key] == 0) | (tables[key] == 1)).all())]
     for key in masks:
@@ -76,7 +76,7 @@ def _tests(tables: Mapping[Any, torch.Tensor]) -> Iterator[list[_Test]]:
 
 
 def _keeps(tests: list[_Test], tables: Mapping[Any, torch.Tensor], side: str, width: int, words: torch.Tensor) -> bool:
-    """Whether the tests would cut a batch to this width; a mask must hide no words, as a table of tags may do."""
+    """Whether the tests cut a batch to this width; a mask must not hide words, as a table of tags may."""
     real = torch.zeros_like(next(iter(tables.values())), dtype=torch.bool)
     for key, test in tests:
         sign, value = test.split()

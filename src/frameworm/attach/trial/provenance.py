@@ -1,7 +1,7 @@
-"""Writes into files of weights that a script saves what was switched on while it trained.
+"""Record in the weight files that a script saves which switches were on while it trained.
 
-A file of `torch.save` is an archive: it gets one more entry, `frameworm.json`, which `torch.load` passes over. A file
-of safetensors gets one more word in its header. What the script saved stays as it is.
+A `torch.save` file is an archive: it gets one more entry, `frameworm.json`, which `torch.load` ignores. A safetensors
+file gets one more entry in its header. What the script saved is unchanged.
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from frameworm.attach.patches import Patches
 from frameworm.attach.script import AfterImport
+from frameworm.torch_private.execution import SAVE_ARCHIVE
 
 ENTRY = "frameworm.json"
 _Function = Callable[..., Any]
 
 
 def sign_saved_files(about: Mapping[str, Any], patches: Patches) -> None:
-    """Add words to every file of weights that is saved from now on.
+    """Add information to every weight file that is saved from now on.
 
     Args:
-        about: What to say.
-        patches: Undoes it.
+        about: The information.
+        patches: Records the changes, to undo them.
     """
     words = json.dumps(dict(about))
-    if hasattr(torch.serialization, "_save"):  # where torch writes the entries of an archive
-        patches.set(torch.serialization, "_save", functools.partial(_saving, words.encode()))
+    if hasattr(*SAVE_ARCHIVE):
+        patches.set(*SAVE_ARCHIVE, functools.partial(_saving, words.encode()))
     AfterImport("safetensors.torch", functools.partial(_sign_safetensors, words, patches)).arm()
 
 

@@ -1,8 +1,8 @@
-"""Counts the steps of a script's training loop while it runs, and tells when each begins and is about to update.
+"""Count the steps of a script's training loop as it runs, and report when each begins and is about to update.
 
-A step begins with the first batch that is fetched after an optimizer has stepped; in a loop that fetches nothing, with
-the first training pass of a model. That is not always where the loop's own step begins: a validation belongs to the
-step after it. But it is the same in every run of the script, and that is what counts when two runs are compared.
+A step begins with the first batch fetched after an optimizer has stepped; in a loop that fetches nothing, with the
+first training pass of a model. That is not always where the loop's own step begins: a validation belongs to the step
+after it. But it is the same in every run of the script, which is what matters when comparing two runs.
 """
 
 from __future__ import annotations
@@ -22,71 +22,73 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel import DistributedDataParallel
 
-from frameworm.attach.patches import Patches, keep_compiler_out
+from frameworm.attach.patches import Patches
 from frameworm.attach.trial.host_waits import copies_to_gpu
 from frameworm.attach.trial.interception import can_fuse
 from frameworm.attach.trial.loading import can_have_processes
+from frameworm.torch_private.compiler import keep_compiler_out
+from frameworm.torch_private.loaders import any_iterator
 
 _Function = Callable[..., Any]
 Place = Literal[
     "optimizer", "loader", "other_loader", "model", "data_parallel", "zeroing", "copy", "backward", "update"
 ]
-# Frames between a line of the script and what it calls.
+# Files of frames between a line of the script and what it calls.
 _OWN_AND_TORCH = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 _OURS = "_frameworm_counts"
-# A loop that has made so many updates since the last batch was fetched takes its data from elsewhere.
+# A loop that has made this many updates since the last fetch takes its data from elsewhere.
 _MOST_UPDATES = 16
 
 
 class Listener:
-    """Is told what happens in the loop; for subclasses."""
+    """Receives events of the loop; for subclasses."""
 
     def model_found(self, module: nn.Module) -> None:
-        """A module that no other calls is about to make its first training pass."""
+        """Called before the first training pass of an outermost module."""
 
     def step_begins(self, number: int) -> None:
-        """A step begins; they are numbered from 1."""
+        """Called when a step begins; steps are numbered from 1."""
 
     def passes(self) -> None:
-        """A module is called in a training pass."""
+        """Called when a module is called in a training pass."""
 
     def fetched(self, iterator: Any, batch: Any, seconds: float) -> None:
-        """A loader's iterator has given a batch, after so long."""
+        """Called when a loader's iterator has returned a batch, after `seconds`."""
 
     def goes_back(self, loss: torch.Tensor) -> None:
-        """A backward pass begins at this tensor."""
+        """Called when a backward pass begins at this tensor."""
 
     def called(self, module: nn.Module, call: Callable[[], Any]) -> None:
-        """A model is about to be called in training; `call` calls it so."""
+        """Called before a model is called in training; `call` makes the same call."""
 
     def before_update(self) -> None:
-        """Gradients are complete, not clipped yet; once per step."""
+        """Called once per step when gradients are complete and not clipped yet."""
 
     def updates(self, optimizer: torch.optim.Optimizer, *, evaluates: bool) -> None:
-        """An optimizer is about to step; `evaluates`: by a closure of the script's, perhaps several times."""
+        """Called before an optimizer steps; `evaluates` if it calls a closure, perhaps several times."""
 
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has stepped."""
+        """Called after an optimizer has stepped."""
 
 
 class StepCounter:
     """Watches the calls that a training loop must make, in the thread that makes the first of them.
 
     Args:
-        listener: Who is told.
-        script: The file whose lines `places` are.
+        listener: Receives the events.
+        script: The file whose lines are recorded in `places`.
 
     Attributes:
-        step: Number of the step that is going on.
-        updates: Updates that optimizers have made.
-        models: Modules that were trained, in the order in which they were found.
-        own_models: Those of them that a line of the script calls.
-        optimizers: Those that have stepped, likewise.
-        zeroes: Gradients were filled with zeros, not dropped.
-        copies: Tensors were copied to a GPU in a step, and the host waited.
-        places: Lines of the script where optimizers and loaders are made, models are called, gradients are computed and
-            optimizers step, as kind, line and name: of a model what the script calls it, of what is made its class.
-            Loaders that are not for training are `other_loader`.
+        step: Number of the current step.
+        updates: Number of optimizer updates so far.
+        models: Trained modules, in the order in which they were found.
+        own_models: Those of `models` that a line of the script calls.
+        optimizers: Optimizers that have stepped, in that order.
+        zeroes: Whether gradients were filled with zeros instead of dropped.
+        copies: Whether tensors were copied to a GPU in a step while the host waited.
+        places: Lines of the script where optimizers and loaders are created, models are called, gradients are computed
+            and optimizers step, as kind, line and name: a model's name in the script, or the class of what is created.
+            Loaders not used for training are `other_loader`.
     """
 
     def __init__(self, listener: Listener, script: str = "") -> None:
@@ -99,17 +101,17 @@ class StepCounter:
         self._script = script
         self._listener = listener
         self._is_over = True
-        self._since_fetch: int | None = None  # updates since a batch was fetched; None: none was, or long ago
+        self._since_fetch: int | None = None  # updates since the last fetch; None if there was none, or long ago
         self._complete = False
         self._depth = 0
         self._thread: int | None = None
-        self._inside = False  # the listener computes; nothing of that is the script's
+        self._inside = False  # whether the listener computes, which is not part of the script
         self._patches, self._closer = Patches(), Patches()
 
     def install(self) -> None:
-        """Watch from now on."""
+        """Start watching."""
         patches, closer = self._patches, self._closer
-        patches.set(dataloader._BaseDataLoaderIter, "__next__", self._fetching)
+        patches.set(any_iterator(), "__next__", self._fetching)
         patches.set(torch.optim.Optimizer, "__init__", self._making)
         closer.set(dataloader.DataLoader, "__init__", self._loading)
         closer.set(DistributedDataParallel, "__init__", self._dividing)
@@ -126,11 +128,11 @@ class StepCounter:
         closer.set(torch.amp.GradScaler, "unscale_", self._clipping)
 
     def look_away(self) -> None:
-        """Watch only what is needed to count steps: all else costs the script time."""
+        """Watch only what is needed to count steps, as everything else costs the script time."""
         self._closer.remove()
 
     def remove(self) -> None:
-        """Leave torch as it was."""
+        """Restore torch."""
         self.look_away()
         self._patches.remove()
 
@@ -191,7 +193,7 @@ class StepCounter:
                 if self._note_place("model", module):
                     self.own_models.append(module)
                 self._tell(self._listener.model_found, module)
-            if self._since_fetch is None:  # otherwise a batch may serve several updates, whose passes belong together
+            if self._since_fetch is None:  # otherwise several updates, and their passes, may share a batch
                 self._begin()
             self._listener.passes()
             self._depth += 1
@@ -234,7 +236,7 @@ class StepCounter:
             if getattr(kind, "step", None) is not None and getattr(kind.step, _OURS, None) is not self:
                 wrapper: Any = self._stepping(kind.step)
                 setattr(wrapper, _OURS, self)
-                self._patches.set(kind, "step", lambda _: wrapper)  # around what torch puts around it
+                self._patches.set(kind, "step", lambda _: wrapper)  # outside torch's own wrapper
 
         return initialise
 
@@ -278,12 +280,12 @@ class StepCounter:
         return copy
 
     def _note_place(self, kind: Place, made: object = None, name: str = "") -> bool:
-        """Note the line of the script that goes on, if this is its own doing and not a library's.
+        """Record the script's current line if the script itself, not a library, makes the call; return whether it does.
 
         Args:
             kind: What happens there.
-            made: A model; it may have a name in the script also where a library calls it.
-            name: What to note with the line; of a model, its name is.
+            made: A model, which may have a name in the script even if a library calls it.
+            name: What to record with the line; for a model, its name is used.
         """
         frame: types.FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename.startswith(_OWN_AND_TORCH):
@@ -320,7 +322,7 @@ class StepCounter:
                 result = original(optimizer, self._evaluating(closure), *args, **kwargs)
             self._tell(self._listener.updated, optimizer)
             self._is_over = True
-            self._complete = False  # another optimizer of this step has gradients of its own
+            self._complete = False  # another optimizer of this step has its own gradients
             self.updates += 1
             if self._since_fetch is not None:
                 self._since_fetch = self._since_fetch + 1 if self._since_fetch < _MOST_UPDATES else None
@@ -345,10 +347,10 @@ def _outwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:
 
 
 def _name_in(frames: Sequence[types.FrameType], made: object) -> str:
-    """What an object is called in some frames, from the inside out; empty where it has no name.
+    """Return an object's name in some frames, given from the inside out; empty if it has no name.
 
-    A name of the outermost frame is where the object comes from. What a function is given has its name from elsewhere,
-    so such names come last, behind attributes such as `self.model`.
+    Names in outer frames come first, as the object comes from there. Function arguments have their names from
+    elsewhere, so they come last, after attributes such as `self.model`.
     """
     own, given = [], []
     for frame in frames:

@@ -1,4 +1,4 @@
-"""What can be set in a script from outside, and how one would write it by hand. No torch here."""
+"""What can be set in a script from outside, and how to write it by hand. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ class Switches:
 
     Attributes:
         tf32: TensorFloat-32 for fp32 matrix products and convolutions.
-        autocast: Compute the model's training passes in this precision; what it returns has the type it had.
-        fused_optimizer: One kernel for the whole update, for optimizers of torch that have one.
+        autocast: Compute the model's training passes in this precision; its outputs keep their dtype.
+        fused_optimizer: Use the fused kernel of torch optimizers that have one.
         compile: Compile the model in its training passes.
-        compile_blocks: Compile only the blocks that it repeats, once for all that are alike.
+        compile_blocks: Compile only the blocks that it repeats, once for equal ones.
         cuda_graphs: Compile the model, and replay its kernels as CUDA graphs.
-        attention: The back end of `scaled_dot_product_attention`; any: torch chooses.
-        none_gradients: `zero_grad` drops gradients where the script has them filled with zeros.
-        channels_last: Weights of convolutions with their channels last.
+        attention: The back end of `scaled_dot_product_attention`; any to let torch choose.
+        none_gradients: `zero_grad` drops gradients where the script fills them with zeros.
+        channels_last: Store convolution weights channels-last.
         cudnn_benchmark: Let cuDNN time its algorithms.
-        threads: Of torch's operators on a CPU; 0: as it is.
+        threads: Threads of torch's CPU operators; 0 for no change.
         workers: Processes for loaders that shuffle and have none.
-        whole_batches: Samples are taken out of the tensors of a data set at once instead of one by one.
+        whole_batches: Index a data set's tensors with a whole batch instead of sample by sample.
         pin_memory: Page-locked batches.
-        non_blocking: The host does not wait while tensors are copied to a GPU.
-        late_losses: `loss.item()` of a loss on a GPU gives the value from the step before, which has been computed.
-        trim_padding: Batches of loaders that shuffle are as wide as their longest sample, where it is told.
-        bucket_mib: Gradients that DistributedDataParallel gathers at once; 0: as it is.
-        bucket_views: Gradients lie where it gathers them, instead of being copied.
+        non_blocking: Do not make the host wait while tensors are copied to a GPU.
+        late_losses: `loss.item()` on a GPU returns the previous step's value, which has already been computed.
+        trim_padding: Batches of loaders that shuffle are as wide as their longest sample, if padding can be identified.
+        bucket_mib: Size of DistributedDataParallel's gradient buckets; 0 for no change.
+        bucket_views: Gradients are views of the buckets instead of being copied.
         static_graph: DistributedDataParallel learns once which parameters a step uses.
-        gather_once: Of the passes whose gradients are added up, only the last gathers them.
-        shard_calls: Of so many calls of `fully_shard` only the last is made, which is around them all; 0: as it is.
-        keep_gathered: Parameters that `fully_shard` divides are not gathered again for backward; takes more memory.
+        gather_once: Only the last of several accumulating passes gathers gradients.
+        shard_calls: Of this many calls of `fully_shard`, only the last is made, which is for the whole model; 0 for no
+            change.
+        keep_gathered: Parameters sharded by `fully_shard` are not gathered again for backward; takes more memory.
     """
 
     tf32: bool = False
@@ -71,39 +72,38 @@ class Switches:
 
     @property
     def compiles(self) -> bool:
-        """Whether the model is compiled, in whatever way."""
+        """Whether the model is compiled in any way."""
         return self.compile or self.compile_blocks or self.cuda_graphs
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Switches:
-        """The switches that are named.
+        """Create switches from a mapping.
 
         Raises:
-            ConfigError: One does not exist, or its value is of another kind.
+            ConfigError: If one does not exist, or its value has the wrong type.
         """
         known = {item.name: getattr(cls(), item.name) for item in fields(cls)}
         for name, value in values.items():
             if name not in known:
                 raise ConfigError(f"{name}: there is no such switch; there are {', '.join(known)}")
             if type(value) is not type(known[name]):
-                raise ConfigError(f"{name}: {value!r} is not of the kind of {known[name]!r}")
+                raise ConfigError(f"{name}: {value!r} does not have the type of {known[name]!r}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Those that are on."""
+        """Return the switches that are on."""
         usual = Switches()
         return {name: value for name, value in asdict(self).items() if value != getattr(usual, name)}
 
     def having(self, changes: Mapping[str, Any]) -> Switches:
-        """The same with some changed; the whole model is compiled instead of its blocks, and in one way."""
+        """Return a copy with changes; `compile` replaces `compile_blocks`, and `cuda_graphs` replaces both."""
         instead = {"compile_blocks": False} if changes.get("compile") or changes.get("cuda_graphs") else {}
         if changes.get("cuda_graphs"):
             instead["compile"] = False
         return replace(self, **{**changes, **instead})
 
 
-# By switch: what it does in a few words, what it is called among remedies, and the line to write where no framework
-# has one of its own.
+# By switch: a short description, its name among remedies, and the line to write if the framework has no option for it.
 WORDS: dict[str, tuple[str, str | None, str]] = {
     "tf32": ("TF32 matrix products", "gpu.tf32", 'torch.set_float32_matmul_precision("high")'),
     "autocast": (
@@ -162,14 +162,14 @@ WORDS: dict[str, tuple[str, str | None, str]] = {
     ),
 }
 
-# Set in torch even where the framework has an option: then what loader processes draw is known.
+# Set in torch even if the framework has an option, so that the random draws of loader processes are known.
 _IN_TORCH = ("workers",)
-# What a switch is set in; where the script makes that itself, an option of its framework is for nothing.
+# The object that a switch belongs to; if the script creates it itself, an option of its framework has no effect.
 _BELONGS_TO = {"fused_optimizer": "optimizer", "workers": "loader", "pin_memory": "loader"}
 
 
 def in_words(changes: Mapping[str, Any]) -> str:
-    """Some switches as a phrase."""
+    """Describe some switches in a phrase."""
     said_with_value = (int, str)
     return ", ".join(
         f"{WORDS[name][0]}: {value}" if type(value) in said_with_value and name != "autocast" else WORDS[name][0]
@@ -178,11 +178,11 @@ def in_words(changes: Mapping[str, Any]) -> str:
 
 
 def by_hand(changes: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> list[str]:
-    """What to write into the script instead, in the words of the framework whose loop it runs.
+    """Return what to write into the script instead, in terms of the framework whose loop it runs.
 
     Args:
         changes: Switches and their values.
-        facts: What is known about the script; None: nothing, which is told torch's words.
+        facts: What is known about the script; None if nothing, which gives torch's terms.
     """
     lines = []
     for name, value in changes.items():
@@ -193,14 +193,14 @@ def by_hand(changes: Mapping[str, Any], facts: Mapping[str, Any] | None = None) 
 
 
 def options_of(changes: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Options of the framework whose loop the script runs, for the switches that it has options for.
+    """Return options of the framework whose loop the script runs, for switches that it has options for.
 
     Args:
         changes: Switches and their values.
         facts: What is known about the script.
 
     Returns:
-        By switch, options of the installed version with their values as code.
+        Options of the installed version by switch, with their values as code.
     """
     found = {}
     for name, value in changes.items():
@@ -212,14 +212,14 @@ def options_of(changes: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str
 
 
 def through_options(switches: Switches, facts: Mapping[str, Any]) -> tuple[Switches, dict[str, dict[str, Any]]]:
-    """Divide switches between torch and the options of the script's framework; what the script gives itself stays.
+    """Split switches between torch and options of the script's framework, keeping options that the script sets itself.
 
     Args:
-        switches: What is to be on.
-        facts: What is known about the script; empty: nothing yet.
+        switches: The switches to turn on.
+        facts: What is known about the script; empty if nothing is known yet.
 
     Returns:
-        The switches to set in torch, and by class the options that its objects get.
+        The switches to set in torch, and the options to set by class.
     """
     given = facts.get("options_given") or ()
     usual, left, options = asdict(Switches()), switches, {}
@@ -231,11 +231,11 @@ def through_options(switches: Switches, facts: Mapping[str, Any]) -> tuple[Switc
 
 
 def _wanted(name: str, facts: Mapping[str, Any]) -> tuple[Framework | None, str | None]:
-    """The framework, unless this is the script's own affair, and what a switch is called among remedies."""
+    """Return the framework, unless the script handles this itself, and the switch's name among remedies."""
     own = Framework(**facts["framework"]) if facts.get("framework") else None
     key = WORDS[name][1]
     made_by_script = {place[0] for place in facts.get("places") or ()}
     if own is None or own.name == TORCH or _BELONGS_TO.get(name) in made_by_script:
         return None, key
-    # An option names an optimizer, and another one must not be swapped for it.
+    # The option names an optimizer, which must not replace a different one.
     return own, f"{key}:{own.unfused_optimizer}" if name == "fused_optimizer" else key

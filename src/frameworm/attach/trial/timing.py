@@ -1,4 +1,4 @@
-"""A trial that is timed: it stands between two steps, goes for as many as it is told, and tells how long they took."""
+"""A timed trial: it pauses between two steps, runs as many as it is told, and reports how long they took."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ from frameworm.attach.watch import leading_size
 from frameworm.errors import EnvironmentSetupError
 from frameworm.models.blocks import find_block_classes
 from frameworm.numerics.randomness import has_drawn, random_state
+from frameworm.torch_private.loaders import collate_of, dataset_of, is_pinned, order_of, workers_of
+from frameworm.torch_private.modules import compiled_call, is_wrapped_by_compiler
 
-# The first steps make states, compile and fill caches; what is looked at closely is looked at in them.
+# The first steps create states, compile and fill caches; the script is inspected closely in them.
 FIRST_STEPS = 3
 
 
 class TimedRun(Listener):
-    """Goes and stands as it is told.
+    """Runs and pauses on command.
 
     Args:
-        switches: To be set in the models that are found.
-        report: Takes what is to be told.
-        receive: Gives what to do: `{"go": steps}`.
+        switches: Switches to set in the models that are found.
+        report: Sends a message to the tuner.
+        receive: Returns the next command, `{"go": steps}`.
         script: See `StepCounter`.
-        options: What the script's framework is given, and where.
+        options: Records what the script passes to its framework, and where.
     """
 
     def __init__(
@@ -66,24 +68,24 @@ class TimedRun(Listener):
         self._waited_s, self._samples = 0.0, 0
 
     def model_found(self, module: nn.Module) -> None:
-        """Set what belongs to it."""
+        """Set the model's switches."""
         self._switches.found(module)
 
     def passes(self) -> None:
-        """Look at the precision, and at the random state before the first of them."""
+        """Check the precision, and record the random state before the first pass."""
         self._seen.look()
         if self._random is None and not self._seen.draws:
             self._random = random_state(self._device())
 
     def fetched(self, iterator: Any, batch: Any, seconds: float) -> None:
-        """Count the wait."""
+        """Count the wait and the samples; inspect batches of the first steps."""
         self._waited_s += seconds
         self._samples += leading_size(batch) or 0
         if self.counter.step <= FIRST_STEPS:
             self._seen.look_at(iterator, batch)
 
     def goes_back(self, loss: torch.Tensor) -> None:
-        """Count the passes of the first steps, and see whether random numbers were drawn in them."""
+        """Count the passes of the first steps, and check whether they drew random numbers."""
         self._passes += 1
         if self.counter.step == 1:
             self._seen.attention = self._seen.attention or attention_of(loss)
@@ -95,12 +97,12 @@ class TimedRun(Listener):
         return next((item.device for model in self.counter.models for item in model.parameters()), torch.device("cpu"))
 
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
-        """The first time, see whose loop it is."""
+        """At the first update, find out whose loop it is."""
         if self._framework is None:
             self._framework = asdict(self._loops.framework(sys._getframe(1), optimizer))
 
     def step_begins(self, number: int) -> None:
-        """Stand, if this is the place."""
+        """Pause if this is the step to pause before."""
         if number != self._stop_before:
             return
         if number == FIRST_STEPS + 1:
@@ -139,11 +141,11 @@ class TimedRun(Listener):
 
 
 class SwitchedRun(Listener):
-    """Sets what belongs to the models of the first steps, and then looks away.
+    """Sets the switches of the models found in the first steps, then stops watching.
 
     Args:
-        switches: To be set.
-        device_name: The device that they were found on; None: any.
+        switches: The switches to set.
+        device_name: The device on which they were tuned; None for any.
     """
 
     def __init__(self, switches: ModelSwitches, device_name: str | None) -> None:
@@ -152,10 +154,10 @@ class SwitchedRun(Listener):
         self._device_name = device_name
 
     def model_found(self, module: nn.Module) -> None:
-        """Set it, on the device that it was tuned for.
+        """Set the model's switches, if it is on the device that was tuned for.
 
         Raises:
-            EnvironmentSetupError: It is another one.
+            EnvironmentSetupError: If it is on another device.
         """
         name = name_of(next((item.device for item in module.parameters()), torch.device("cpu")))
         if self._device_name not in (None, name):
@@ -166,28 +168,28 @@ class SwitchedRun(Listener):
         self._switches.found(module)
 
     def step_begins(self, number: int) -> None:
-        """All models were found in the first steps."""
+        """Stop watching after the first steps, which have called all models."""
         if number > FIRST_STEPS:
             self.counter.remove()
 
 
 def name_of(device: torch.device) -> str:
-    """What a device is called in results."""
+    """Return a device's name for results."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 @dataclass
 class Seen:
-    """What the first steps showed beside models and optimizers.
+    """What the first steps showed besides models and optimizers.
 
     Attributes:
-        autocast: Something is computed in half precision by autocast.
-        workers: Processes of the loaders that read in an order of their own, by loader.
-        pinned: Whether these page-lock.
-        padded: Of their batches, the share of positions beyond the longest sample.
-        layouts: Of those that are padded so, where they say what pads them.
+        autocast: Whether autocast is in use.
+        workers: Number of processes of each training loader.
+        pinned: Whether each of these loaders page-locks batches.
+        padded: Per batch of these loaders, the fraction of positions beyond the longest sample.
+        layouts: Padding layouts of batches that have such positions.
         indexable: Whether their batches can be indexed at once.
-        attention: The back end of attention in the first step, as `attention_of` tells.
+        attention: The attention back end in the first step, from `attention_of`.
         draws: Whether random numbers are drawn between a model's call and its backward pass.
     """
 
@@ -201,15 +203,15 @@ class Seen:
     draws: bool = False
 
     def look(self) -> None:
-        """Inside of a model's call."""
+        """Check for autocast; call inside a model's call."""
         self.autocast = self.autocast or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
     def look_at(self, iterator: Any, batch: Any) -> None:
-        """An iterator, and the batch that it has just given."""
-        if reads_in_own_order(iterator._dataset, iterator._index_sampler):
-            self.workers.append(int(iterator._num_workers))
-            self.pinned.append(bool(iterator._pin_memory))
-            self.indexable.append(can_be_indexed(iterator._dataset, iterator._collate_fn))
+        """Inspect an iterator and the batch that it has just returned."""
+        if reads_in_own_order(dataset_of(iterator), order_of(iterator)):
+            self.workers.append(workers_of(iterator))
+            self.pinned.append(is_pinned(iterator))
+            self.indexable.append(can_be_indexed(dataset_of(iterator), collate_of(iterator)))
             tokens = tokens_of(batch)
             if tokens is not None:
                 self.padded.append(tokens.beyond_longest / tokens.positions)
@@ -218,7 +220,7 @@ class Seen:
 
 
 def _list_of_blocks(models: list[nn.Module]) -> str | None:
-    """The name within the only model of the list that holds all of its blocks; None where it is not as simple."""
+    """Return the name of the module list that holds all blocks of the only model; None if it is not this simple."""
     kinds = find_block_classes(models[0]) if len(models) == 1 else []
     if len(kinds) != 1:
         return None
@@ -229,9 +231,9 @@ def _list_of_blocks(models: list[nn.Module]) -> str | None:
 
 
 def _classes_of_blocks(models: list[nn.Module]) -> list[list[str]]:
-    """The classes of the blocks that models repeat, as module and name, where they can be imported."""
+    """Return the importable classes of the blocks that models repeat, as module and name."""
     kinds = {type(blocks[0]) for model in models for blocks in find_block_classes(model)}
-    # `fully_shard` gives a module a class of its own, below the one that the script knows.
+    # `fully_shard` changes a module's class to a subclass of the one that the script knows.
     found = {_own_class(kind) for kind in kinds}
     return [] if nn.Module in found else sorted([kind.__module__, kind.__name__] for kind in found)
 
@@ -246,7 +248,7 @@ def _can_be_imported(kind: type) -> bool:
 
 
 def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
-    """What decides which switches mean something for a script, after its first steps."""
+    """Return what decides which switches apply to a script, after its first steps."""
     models, optimizers = counter.models, counter.optimizers
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     parameters = [item for group in groups for item in group["params"]]
@@ -266,7 +268,7 @@ def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "can_fuse": any(can_fuse(item) for item in optimizers),
-        "compiled": any(item._compiled_call_impl is not None or hasattr(item, "_orig_mod") for item in models),
+        "compiled": any(compiled_call(item) is not None or is_wrapped_by_compiler(item) for item in models),
         "blocks": max((len(blocks) for model in models for blocks in find_block_classes(model)), default=0),
         "block_list": _list_of_blocks(models),
         "block_classes": _classes_of_blocks(models),
@@ -288,7 +290,7 @@ def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
 
 
 def _memory_share(device: torch.device) -> float:
-    """How much of a GPU's memory the process took at most, beside what CUDA itself takes."""
+    """Return the peak fraction of a GPU's memory that the process reserved, without CUDA's own use."""
     return torch.cuda.max_memory_reserved(device) / torch.cuda.get_device_properties(device).total_memory
 
 
@@ -299,5 +301,5 @@ def _digest(names: list[list[str]]) -> str:
 def _uses_tf32() -> bool:
     try:
         return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # it was set in the newer way, which the older one does not read
+    except RuntimeError:  # it was set through the newer API, which the older one cannot read
         return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

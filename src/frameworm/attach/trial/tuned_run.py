@@ -1,4 +1,4 @@
-"""Runs a script with the switches that its tuning found, and sees to it that all of them are on."""
+"""Run a script with the switches that its tuning found."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from frameworm.errors import ConfigError
 
 
 class TunedRun:
-    """A script and what was found for it.
+    """A script and the switches found for it.
 
     Args:
         script: The Python file.
-        arguments: What follows it.
+        arguments: Its command-line arguments.
         tuned: The file that `frameworm tune` wrote.
-        world_size: How many processes run it.
+        world_size: Number of processes that run it.
 
     Raises:
-        ConfigError: The file is none of those, or belongs to something else.
-        EnvironmentSetupError: There is no such script.
+        ConfigError: If the file was not written by `frameworm tune`, or does not apply here.
+        EnvironmentSetupError: If there is no such script.
     """
 
     def __init__(self, script: Path, arguments: Sequence[str], tuned: Path, world_size: int = 1) -> None:
@@ -45,17 +45,17 @@ class TunedRun:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """What is switched on and what it gained when it was tuned."""
+        """Return what is switched on, and its speedup when tuned."""
         return {"script": str(self.script), "switches": self.switches.to_dict(), "speedup": dict(self._speedup) or None}
 
     def in_words(self) -> str:
-        """The same in one line."""
+        """Describe the same in one line."""
         gain = self._speedup.get("value")
         told = "" if gain is None else f" ({gain:.2f}x when it was tuned)"
         return f"frameworm: {in_words(self.switches.to_dict()) or 'nothing'} switched on{told}"
 
     def run(self) -> Ending:
-        """Run it."""
+        """Run the script."""
         switches, options = through_options(self.switches, self.facts)
         settings: dict[str, Any] = {
             "script": str(self.script.absolute()),
@@ -66,9 +66,9 @@ class TunedRun:
         }
         finder = AfterImport("torch", lambda: _attach(**settings))
         finder.arm()
-        if self.facts.get("spawned"):  # forked children have what this process has
+        if self.facts.get("spawned"):  # forked children inherit the hooks
             Children(__name__, settings, lambda: True, lambda: lambda code: None).arm()
-        gc.freeze()  # what was imported so far is not for the script's garbage collections to look through
+        gc.freeze()  # keep our imports out of the script's garbage collections
         try:
             return run_script(self.script, self.arguments, self.facts.get("module"))
         finally:
@@ -76,7 +76,7 @@ class TunedRun:
 
 
 def begin_child(settings: Mapping[str, Any], files: Sequence[int]) -> None:
-    """Switch the same on in this process, which the script has started with multiprocessing."""
+    """Set the same switches in this process, which the script has started with multiprocessing."""
     AfterImport("torch", lambda: _attach(**settings)).arm()
 
 
@@ -87,7 +87,7 @@ def _attach(
     about: Mapping[str, Any],
     device: str | None,
 ) -> None:
-    """The script has imported torch."""
+    """Set the switches once the script has imported torch."""
     from frameworm.attach.patches import Patches
     from frameworm.attach.trial.framework_options import FrameworkOptions
     from frameworm.attach.trial.interception import intercept

@@ -1,6 +1,6 @@
-"""Takes the samples of a batch out of tensors at once, where a loader would take them one by one and stack them.
+"""Index a whole batch of samples at once, instead of fetching them one by one and stacking them.
 
-Only for data sets that say what they are: torch's `TensorDataset`, and a `Subset` of one.
+Only for data sets known to allow it: torch's `TensorDataset`, and a `Subset` of one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 
 def at_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A loader's way to fetch, for batches that can be indexed at once; others are fetched as they were."""
+    """Wrap a loader's fetch for batches that can be indexed at once; others are fetched as before."""
 
     @functools.wraps(original)
     def fetch(self: Any, places: Any) -> Any:
@@ -31,7 +31,7 @@ def at_once(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def can_be_indexed(dataset: Any, collate: Any) -> bool:
-    """Whether what a loader stacks are rows of tensors."""
+    """Whether a loader only stacks rows of tensors."""
     while type(dataset) is Subset and isinstance(dataset.indices, Sequence):
         dataset = dataset.dataset
     return (

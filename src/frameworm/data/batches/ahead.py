@@ -1,4 +1,4 @@
-"""Work done in a thread, a little ahead of whoever wants its results."""
+"""Work done in a thread, a little ahead of its consumer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Made = TypeVar("Made")
 
 
 class ReadAhead(Iterator[Made], Generic[Item, Made]):
-    """Yields `make(item)` for each item, made in a thread while earlier ones are used.
+    """Yield `make(item)` for each item, computed in a thread while earlier results are used.
 
-    An error comes out where its result would have come. The thread ends with the items, with `close`, and when nobody
-    holds the iterator any more.
+    An error is raised where its result would have been returned. The thread ends after the last item, on `close`, or
+    when the iterator is garbage-collected.
 
     Args:
-        items: What to work on; read by the thread.
+        items: The work items; the thread iterates over them.
         make: The work.
-        ahead: Results that may wait to be fetched.
+        ahead: Most results that may wait to be fetched.
         start: Called first in the thread.
     """
 
@@ -36,7 +36,7 @@ class ReadAhead(Iterator[Made], Generic[Item, Made]):
         self._results: SimpleQueue[tuple[str, Any]] = SimpleQueue()
         self._slots = threading.Semaphore(ahead)
         stopped = threading.Event()
-        # The thread knows the parts and not this object, which can so be dropped while the thread runs.
+        # The thread holds no reference to this object, so the object can be collected while the thread runs.
         thread = threading.Thread(
             target=_work,
             args=(items, make, start, self._results, self._slots, stopped),
@@ -65,7 +65,7 @@ class ReadAhead(Iterator[Made], Generic[Item, Made]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread and wait for that; what it has made is dropped."""
+        """Stop the thread, wait for it to end, and drop results not fetched yet."""
         self._ended = True
         self._finish()
 
@@ -87,13 +87,13 @@ def _work(
                 return
             results.put(("made", make(item)))
         results.put(("end", None))
-    except BaseException as error:  # whatever it is belongs to the one who waits for the result
+    except BaseException as error:  # any error belongs to the consumer that waits for the result
         results.put(("error", error))
 
 
 def _stop(thread: threading.Thread, slots: threading.Semaphore, stopped: threading.Event) -> None:
     stopped.set()
     slots.release()
-    # The collector may drop the iterator in any thread, this one too.
+    # Garbage collection may run `_stop` in any thread, including this one.
     if thread is not threading.current_thread():
         thread.join()

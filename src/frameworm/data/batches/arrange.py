@@ -1,8 +1,8 @@
 """Orders of an epoch that keep padding small: pure functions of a permutation, the token lengths, a seed and the epoch.
 
-All of them hold every sample exactly once and know nothing of ranks and micro-batches, so that a step holds the same
-samples on any number of processes. A short last step stays last and is no special choice of lengths; every sample is
-equally likely in every step.
+Each order holds every sample exactly once and does not depend on ranks or micro-batches, so that a step holds the same
+samples on any number of processes. A short last step stays last and is not biased towards certain lengths; every sample
+is equally likely to be in any step.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ import numpy.typing as npt
 
 Order = npt.NDArray[Any]
 
-# The permutation itself is drawn from [seed, epoch]; what is drawn here must not repeat it.
+# The permutation is drawn from [seed, epoch]; draws in this module must not repeat that stream.
 _STREAM = 1
-# Chosen so that at most 5% of a bucketed epoch is padding at batches of 32 and 128: benchmarks/input_pipeline.py.
+# Chosen so that at most 5% of a bucketed epoch is padding at batch sizes 32 and 128: benchmarks/input_pipeline.py.
 WINDOW_STEPS = 512
 MOST_WIDTHS = 16
 _MOST_CANDIDATES = 512
 
 
 def balanced(order: Order, lengths: npt.NDArray[Any], global_batch: int, *, seed: int, epoch: int) -> Order:
-    """Steps, and any contiguous parts of a step, of nearly the same number of tokens.
+    """Arrange steps, and contiguous parts of each step, to have nearly the same number of tokens.
 
-    The samples, sorted by length, are cut into `global_batch` strata, and every step gets one sample of each: the
-    widest stratum first, its shortest sample to the step that has the most tokens so far. Token sums of two steps
-    differ by less than the longest sample. Inside a step, neighbours in length go to different halves, and again
-    within each half, so that ranks and micro-batches are balanced however the step is cut.
+    The samples, sorted by length, are cut into `global_batch` strata, and each step gets one sample from each stratum:
+    widest stratum first, its shortest sample to the step with the most tokens so far. Token sums of two steps differ
+    by less than the longest sample. Inside a step, samples of similar length go to different halves, and so on within
+    each half, so that ranks and micro-batches are balanced however the step is cut.
 
     Args:
-        order: A random permutation of the samples, or of some of them.
+        order: A random permutation of all or some of the samples.
         lengths: Tokens of every sample of the data set.
         global_batch: Samples per step.
-        seed: Seed of what is drawn here.
-        epoch: Another epoch draws something else.
+        seed: Seed of the random choices made here.
+        epoch: Makes these choices differ between epochs.
     """
     random = np.random.default_rng(np.random.SeedSequence([seed, epoch, _STREAM]))
-    # Stable: samples of equal length stay in random order.
+    # A stable sort keeps samples of equal length in random order.
     ranked = order[np.argsort(lengths[order], kind="stable")]
     steps, rest = divmod(len(ranked), global_batch)
     short = ranked[:0]
     if rest:
-        # Every n-th of the sorted samples from a random first one: each is as likely as any other, and the step's
-        # token sum is near its mean, so that a step that lacks few samples needs no larger capacity than a full one.
+        # Every n-th of the sorted samples from a random start: each sample is equally likely, and the token sum of the
+        # short step is near the mean, so that a nearly full step needs no larger capacity than a full one.
         places = ((np.arange(rest) + random.random()) * (len(ranked) / rest)).astype(np.int64)
         places = np.minimum(places, len(ranked) - 1)
         short = ranked[places]
@@ -70,21 +70,21 @@ def bucketed(
     ranks: int = 1,
     window_steps: int = WINDOW_STEPS,
 ) -> Order:
-    """Steps with little padding: windows of the permutation are sorted and cut into steps, and all steps are shuffled.
+    """Arrange steps with little padding: windows of the permutation are sorted, cut into steps and shuffled.
 
-    A step of like lengths has a gradient of its own kind, and training on such steps ends worse than on random ones
-    (benchmarks/batching_quality.py). A mixed step has two halves of like length: one from the shorter half of the
-    samples and one from the longer, paired at random. As forward passes of their own they need as little padding.
+    Steps of similar lengths have biased gradients, and training on them ends worse than on random steps
+    (benchmarks/batching_quality.py). A mixed step has two halves of similar lengths: one from the shorter half of the
+    samples and one from the longer half, paired at random. Run as separate forward passes they need as little padding.
 
     Args:
-        order: A random permutation of the samples, or of some of them.
+        order: A random permutation of all or some of the samples.
         lengths: Tokens of every sample of the data set.
         global_batch: Samples per step.
-        seed: Seed of what is drawn here.
-        epoch: Another epoch draws something else.
-        mixed: Steps have a shorter and a longer half.
-        ranks: Each of so many equal parts of a mixed step holds its shorter half first, then its longer one. Where they
-            do not divide, the step as a whole does. Which samples a step holds does not depend on it.
+        seed: Seed of the random choices made here.
+        epoch: Makes these choices differ between epochs.
+        mixed: Give each step a shorter and a longer half.
+        ranks: Cut a mixed step into this many equal parts, each with its shorter samples first. If they do not divide
+            evenly, the step as a whole has its shorter half first. The samples of a step do not depend on this.
         window_steps: About how many steps are sorted together.
     """
     random = np.random.default_rng(np.random.SeedSequence([seed, epoch, _STREAM]))
@@ -92,7 +92,7 @@ def bucketed(
     short, body = order[:rest], order[rest:]
     rows = []
     windows = max(1, round(steps / window_steps))
-    # Windows of equal size: a small one at the end would hold steps of less like length than the others.
+    # Windows of equal size: a small last window would hold steps with a wider spread of lengths.
     borders = [steps * window // windows * global_batch for window in range(windows + 1)]
     halves = (global_batch - global_batch // 2, global_batch // 2) if mixed else (global_batch, 0)
     for start, stop in itertools.pairwise(borders):
@@ -103,7 +103,7 @@ def bucketed(
         rows.append(np.concatenate([low, high[random.permutation(count)]], axis=1) if mixed else low)
     table = np.concatenate(rows)
     table = table[random.permutation(len(table))]
-    # Shuffled inside a step too: ranks and micro-batches are slices of it.
+    # Shuffled inside each step too, since ranks and micro-batches are slices of it.
     parts = [random.permuted(part, axis=1) for part in np.split(table, [halves[0]], axis=1)]
     table = np.concatenate(parts, axis=1)
     if mixed and global_batch % (2 * ranks) == 0:
@@ -112,24 +112,27 @@ def bucketed(
 
 
 def widths(lengths: npt.NDArray[Any], count: int = MOST_WIDTHS) -> npt.NDArray[np.int64]:
-    """The few widths, rising, that waste least when each length is padded to the next of them; the last is the longest.
+    """Choose at most `count` widths that minimise padding when each length is padded to the next width.
 
     Args:
-        lengths: What is to be padded.
+        lengths: The lengths to be padded.
         count: Most widths to use.
+
+    Returns:
+        The widths in ascending order; the last is the longest length.
     """
     assert count >= 1
     longest = int(np.max(lengths))
     unit = -(-longest // _MOST_CANDIDATES)
     candidates, counts = np.unique(np.minimum(-(-np.asarray(lengths) // unit) * unit, longest), return_counts=True)
     below = np.concatenate([[0], np.cumsum(counts)])
-    # padded[i, j]: tokens when all lengths above candidate i - 1 and up to candidate j are padded to candidate j.
+    # padded[i, j]: tokens if all lengths above candidate i - 1 and up to candidate j are padded to candidate j.
     padded = (below[None, 1:] - below[:-1, None]) * candidates[None, :].astype(np.float64)
     padded[np.tril_indices(len(candidates), -1)] = np.inf
     best = padded[0]
     chosen_from = [np.zeros(len(candidates), dtype=np.int64)]
     for _ in range(min(count, len(candidates)) - 1):
-        # One width more: all up to candidate i - 1 as well as can be, the rest of the way padded to j.
+        # Add one width: the optimum up to candidate i - 1, and everything from i to j padded to j.
         table = np.concatenate([[0.0], best[:-1]])[:, None] + padded
         first = np.argmin(table, axis=0)
         chosen_from.append(first)
@@ -145,10 +148,10 @@ def widths(lengths: npt.NDArray[Any], count: int = MOST_WIDTHS) -> npt.NDArray[n
 
 
 def _deal(strata: npt.NDArray[np.int64], random: np.random.Generator) -> npt.NDArray[np.int64]:
-    """From lengths [stratum, sample], sorted throughout, to a table [step, stratum] of flat positions in it."""
+    """Turn lengths [stratum, sample], sorted throughout, into a table [step, stratum] of flat positions."""
     batch, steps = strata.shape
     table = np.empty((batch, steps), dtype=np.int64)
-    # Less than a token at random decides between equals, and makes all steps alike in what they may get.
+    # A random fraction of a token breaks ties, so that no step is favoured.
     totals = np.asarray(random.random(steps))
     for stratum in np.argsort(strata[:, 0] - strata[:, -1], kind="stable").tolist():
         heaviest_first = np.argsort(-totals)
@@ -160,9 +163,9 @@ def _deal(strata: npt.NDArray[np.int64], random: np.random.Generator) -> npt.NDA
 def _alternate(
     rows: npt.NDArray[np.int64], lengths: npt.NDArray[Any], random: np.random.Generator
 ) -> npt.NDArray[np.int64]:
-    """Rows of samples sorted by length, reordered so that both halves of a row weigh alike, and halves of halves.
+    """Reorder rows of samples sorted by length so that both halves of a row weigh the same, recursively.
 
-    Where lengths are evenly spaced this is the bit-reversal order; pairs are turned so as to even out the rest.
+    For evenly spaced lengths this is the bit-reversal order; pairs are swapped to even out what remains.
     """
     count, size = rows.shape
     if size < 2:
@@ -175,14 +178,14 @@ def _alternate(
     lead = np.zeros(count)
     turned = np.empty((count, pairs), dtype=bool)
     for pair in np.argsort(-gaps.sum(axis=0), kind="stable").tolist():
-        turn = lead + random.random(count) - 0.5 < 0  # a coin where the halves weigh the same
+        turn = lead + random.random(count) - 0.5 < 0  # a coin toss if both halves weigh the same
         turned[:, pair] = turn
         lead += np.where(turn, gaps[:, pair], -gaps[:, pair])
     first, second = np.where(turned, high, low), np.where(turned, low, high)
     if not size % 2:
         both = _alternate(np.concatenate([first, second]), lengths, random)
         return np.concatenate([both[:count], both[count:]], axis=1)
-    # The sample of middle length goes to the first half, which is the larger one wherever a step is cut unevenly.
+    # The middle sample goes to the first half, which is the larger one wherever a step is cut unevenly.
     place = pairs // 2
     first = np.concatenate([first[:, :place], middle, first[:, place:]], axis=1)
     return np.concatenate([_alternate(first, lengths, random), _alternate(second, lengths, random)], axis=1)

@@ -1,4 +1,4 @@
-"""How texts of unequal length meet: what `data.batching` means for a data set, and for the order of its samples."""
+"""How samples of unequal length are batched: what `data.batching` means for a data set and its sample order."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def batching_of(
     own_sampler: bool,
     collate: Collate | None = None,
 ) -> Batching:
-    """How batches will be made; blocks that are all full have nothing to pad, so they are simply stacked.
+    """The batching actually used; full blocks have nothing to pad, so they are simply stacked.
 
     Args:
-        dataset: Map-style; a stream has no lengths to go by.
-        batching: What was asked for.
+        dataset: Map-style; a stream has no known lengths.
+        batching: The batching asked for.
         balance: Whether steps of equal token counts were asked for.
         shuffle: Whether the order may be changed.
-        own_sampler: Whether a sampler of the user's own decides the order.
-        collate: Makes a batch of samples; shows their lengths where the data set does not declare them.
+        own_sampler: Whether the user's own sampler decides the order.
+        collate: Makes a batch of samples; reveals their lengths if the data set does not declare them.
 
     Raises:
-        ConfigError: The data set or the order does not allow it.
+        ConfigError: The data set or its order does not allow it.
     """
     if batching == "padded" and not balance:
         return batching
@@ -83,7 +83,7 @@ def arrangement(
     ranks: int = 1,
     collate: Collate | None = None,
 ) -> Arrange | None:
-    """What turns an epoch's random order into the one to use; None leaves it as it is."""
+    """The function that rearranges an epoch's random order; None if the order stays as it is."""
     if (not balance and batching != "bucketed") or getattr(base_of(dataset), "blocks_are_full", False):
         return None
     lengths = lengths_of(dataset, collate)
@@ -92,12 +92,12 @@ def arrangement(
 
 
 def narrowed(dataset: Any, batching: Batching, most_widths: int | None) -> Any:
-    """The data set with batches of few different widths, where it can do that.
+    """The data set restricted to batches of few different widths, if it supports that.
 
     Args:
         dataset: One with `with_widths` and `with_width_step`, such as `TextDataset`, or subsets of it.
-        batching: How its samples meet.
-        most_widths: Most different widths; None for any when padded, and for `MOST_WIDTHS` when bucketed.
+        batching: How its samples are batched.
+        most_widths: Most different widths; None: no limit if padded, `MOST_WIDTHS` if bucketed.
     """
     base = base_of(dataset)
     if batching == "packed" or (batching == "padded" and most_widths is None) or not hasattr(base, "with_widths"):
@@ -111,7 +111,7 @@ def narrowed(dataset: Any, batching: Batching, most_widths: int | None) -> Any:
 
 
 def _on_base(dataset: Any, base: Any) -> Any:
-    """The same subsets of another data set."""
+    """Apply the same nested subsets to another data set."""
     return Subset(_on_base(dataset.dataset, base), dataset.indices) if isinstance(dataset, Subset) else base
 
 

@@ -1,4 +1,4 @@
-"""The packed batches of a run: their common shape, and which samples each holds, some tens of them at a time."""
+"""The packed batches of a run: their common shape, and the samples of each, built in chunks of tens of batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from frameworm.errors import DeviceError
 
 LOOKED_AT_EPOCHS = 8
 _MOST_BATCHES = 32
-_TIMES_RESIDENT = 8  # a chunk made on the device costs the host the same, however many batches it holds
+_TIMES_RESIDENT = 8  # on the device a chunk costs the host the same however many batches it holds
 _MOST_BYTES = 2**23
 _FIRST_BATCHES = 4
 _MOST_KEPT_SAMPLES = 2**23
@@ -37,8 +37,8 @@ class ChunkPlan:
 
     Args:
         packing: The samples.
-        sampler: Which of them form which micro-batch.
-        epochs: How many epochs will be read, as far as is known.
+        sampler: Decides which samples form which micro-batch.
+        epochs: Number of epochs that will be read, if known.
     """
 
     def __init__(self, packing: Packing, sampler: StepSampler, epochs: int = 1) -> None:
@@ -50,19 +50,19 @@ class ChunkPlan:
         self._needs: dict[int, int] = {}
         self._usual: int | None = None
         self._preparing: dict[int, threading.Thread] = {}
-        self._ready: dict[int, NDArray[np.int64]] = {}  # the rows of whole epochs that come next
-        # Drawing the orders of a large data set takes time, and keeping them memory: fewer are looked at.
+        self._ready: dict[int, NDArray[np.int64]] = {}  # rows of the next epoch, prepared in full
+        # Orders of a large data set cost time to draw and memory to keep, so fewer epochs are examined.
         self._looked_at = max(1, min(epochs, LOOKED_AT_EPOCHS, _MOST_KEPT_SAMPLES // sampler.size))
         sampler.kept_orders = max(2, self._looked_at)
 
     def capacity(self, epoch: int) -> int:
-        """T: tokens of every micro-batch of an epoch."""
+        """T: the number of tokens in every micro-batch of an epoch."""
         if self._usual is None:
             self._usual = max(self._need(early) for early in range(self._looked_at))
         return round_capacity(max(self._usual, self._need(epoch)))
 
     def rows(self, epoch: int, start: int = 0) -> NDArray[np.int64]:
-        """The samples of this rank's micro-batches [micro-batches, batch_size] from a step on; -1 where none is."""
+        """This rank's samples [micro-batches, batch_size] from a step on; -1 marks an empty slot."""
         self._wait_for(epoch)
         ready = self._ready.get(epoch)
         self._ready.clear()
@@ -80,20 +80,20 @@ class ChunkPlan:
         return np.concatenate([rows.reshape(-1, self.batch_size) for rows in found])
 
     def prepare(self, epoch: int) -> None:
-        """Draw an epoch's order and put its rows together in a thread, so that nobody waits when that epoch begins."""
+        """Draw an epoch's order and build its rows in a thread, so that nothing waits when that epoch begins."""
         if epoch < self._epochs and epoch not in self._preparing and epoch not in self._ready:
             thread = threading.Thread(target=self._draw, args=(epoch,), name="frameworm-next-epoch", daemon=True)
             self._preparing[epoch] = thread
             thread.start()
 
     def _draw(self, epoch: int) -> None:
-        """In the thread: all that can be known of an epoch before it begins."""
+        """Runs in the thread: compute everything that can be known of an epoch before it begins."""
         if epoch not in self._needs or not self._sampler.has_order(epoch):
             self._measure(epoch)
         self._ready[epoch] = self._rows(epoch, 0)
 
     def host_chunks(self, epoch: int, start: int, pin: bool) -> ReadAhead[Any, dict[str, Tensor]]:
-        """Chunks in host memory, put together in a thread."""
+        """Chunks in host memory, assembled in a thread."""
         capacity = self.capacity(epoch)
         texts = PackedTexts(self._packing, self.batch_size, capacity)
         device = torch.cuda.current_device() if pin else None
@@ -101,12 +101,12 @@ class ChunkPlan:
         return ReadAhead(
             (rows[part] for part in self._parts(epoch, len(rows), capacity, _MOST_BATCHES)),
             lambda part: texts.chunk(part, pin=pin),
-            # A new thread would otherwise allocate on, and so begin to use, the first GPU.
+            # A new thread would otherwise use the first GPU, and allocate memory there.
             start=None if device is None else lambda: torch.cuda.set_device(device),
         )
 
     def resident_chunks(self, texts: ResidentTexts, epoch: int, start: int) -> Iterator[dict[str, Tensor]]:
-        """Chunks put together on the device; an epoch's indices are sent there once."""
+        """Chunks assembled on the device; an epoch's indices are sent there once."""
         capacity = self.capacity(epoch)
         rows = torch.from_numpy(self.rows(epoch, start))
         if texts.device.type == "cuda":
@@ -115,7 +115,7 @@ class ChunkPlan:
         return (texts.chunk(rows[part], capacity) for part in parts)
 
     def _parts(self, epoch: int, count: int, capacity: int, batches_at_most: int) -> Iterator[slice]:
-        """Small chunks first, so that the first step does not wait for a large one; then the next epoch is prepared."""
+        """Split into small chunks first, so that the first step need not wait; near the end, prepare the next epoch."""
         size = batch_bytes(self.batch_size, capacity, self._packing.max_seq_len)
         most = max(1, min(batches_at_most, _MOST_BYTES // size))
         begin, batches = 0, min(_FIRST_BATCHES, most)
@@ -127,7 +127,7 @@ class ChunkPlan:
             batches = min(2 * batches, most)
 
     def _need(self, epoch: int) -> int:
-        """The largest token sum of any rank's micro-batch."""
+        """The largest token sum of any rank's micro-batch in an epoch."""
         self._wait_for(epoch)
         if epoch not in self._needs:
             self._measure(epoch)
@@ -154,13 +154,13 @@ class ChunkPlan:
 
 
 class PackedBatches:
-    """Where the chunks of a loader come from: a thread on the host, or the device itself.
+    """The source of a loader's chunks: a thread on the host, or the device itself.
 
     Args:
         packing: The samples.
         epochs: As for `ChunkPlan`.
-        resident: Whether the samples are kept on the device; auto: if they are small beside its memory.
-        pin: Whether chunks of the host lie in page-locked memory.
+        resident: Whether the samples are kept on the device; auto: if they are small relative to its memory.
+        pin: Whether host chunks are page-locked.
     """
 
     def __init__(self, packing: Packing, epochs: int, resident: bool | Literal["auto"], pin: bool) -> None:
@@ -175,12 +175,12 @@ class PackedBatches:
 
     @property
     def plan(self) -> ChunkPlan:
-        """The plan in force."""
+        """The current plan."""
         assert self._plan is not None, "not placed yet"
         return self._plan
 
     def place(self, sampler: StepSampler) -> None:
-        """Say which samples form this rank's micro-batches."""
+        """Set the sampler that decides which samples form this rank's micro-batches."""
         self._plan = ChunkPlan(self._packing, sampler, self._epochs)
         self._opened = None
 
@@ -192,10 +192,10 @@ class PackedBatches:
         return self._open(epoch, start, device)
 
     def open_ahead(self, epoch: int, device: torch.device | None) -> None:
-        """Put the first chunk of an epoch together now."""
+        """Assemble the first chunk of an epoch now."""
         if epoch < self._epochs:
             chunks = self._open(epoch, 0, device)
-            first = [] if isinstance(chunks, ReadAhead) else [next(chunks)]  # a reader's thread makes it by itself
+            first = [] if isinstance(chunks, ReadAhead) else [next(chunks)]  # a reader's thread starts by itself
             self._opened = (epoch, device, itertools.chain(first, chunks) if first else chunks)
 
     def _open(self, epoch: int, start: int, device: torch.device | None) -> Iterator[dict[str, Tensor]]:
@@ -207,13 +207,13 @@ class PackedBatches:
         return reader
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the reader threads."""
         self._opened = None
         for reader in list(self._readers):
             reader.close()
 
     def _on(self, device: torch.device) -> ResidentTexts | None:
-        """The samples on the device, if they are to be there."""
+        """The samples on the device, or None if they stay on the host."""
         if self._wanted is False:
             return None
         if self._wanted is True and device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Tokens of each step of an epoch, counted once per epoch: a step only looks them up."""
+"""Tokens of each step, counted once per epoch so that a step only looks them up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Counts = npt.NDArray[np.int64]
 
 
 def token_lengths(dataset: Any) -> npt.NDArray[Any] | None:
-    """Real tokens per sample, through any subsets, or None when the data set does not say."""
+    """Real tokens per sample, also through nested subsets; None if the data set does not declare them."""
     if isinstance(dataset, Subset):
         lengths = token_lengths(dataset.dataset)
         return None if lengths is None else lengths[np.asarray(dataset.indices)]
@@ -29,9 +29,9 @@ class TokenCounts:
     """Real and padded tokens of this rank's part of each step.
 
     Args:
-        dataset: Tells `token_lengths`, and how wide a batch becomes by `padded_length(lengths)`, or, for many batches
-            at once, by `padded_lengths(longest)` where the width follows from the longest sample.
-        capacity: Tokens of every micro-batch of an epoch, where they are packed.
+        dataset: Declares `token_lengths`, and the width of a batch by `padded_length(lengths)` or, for many batches at
+            once, by `padded_lengths(longest)` if the width follows from the longest sample.
+        capacity: Returns the tokens of every micro-batch of an epoch, if batches are packed.
     """
 
     def __init__(self, dataset: Any, capacity: Callable[[int], int] | None = None) -> None:
@@ -40,14 +40,14 @@ class TokenCounts:
         self._padded_length: Callable[[npt.NDArray[Any]], int] | None = getattr(base, "padded_length", None)
         self._padded_lengths: Callable[[Counts], Counts] | None = getattr(base, "padded_lengths", None)
         self._capacity = capacity
-        self._counted: list[tuple[Order, list[int], list[int] | None]] = []  # of this epoch, and perhaps of the next
+        self._counted: list[tuple[Order, list[int], list[int] | None]] = []  # of at most two epochs
 
     @cached_property
     def _lengths(self) -> npt.NDArray[Any] | None:
         return token_lengths(self._dataset)
 
     def of(self, sampler: StepSampler, step: int) -> tuple[int | None, int | None]:
-        """Real and padded tokens of this rank's part of a step; None where the data set does not say."""
+        """Real and padded tokens of this rank's part of a step; None if the data set does not declare them."""
         counted = self._counts(sampler, sampler.epoch)
         if counted is None:
             return None, None
@@ -55,7 +55,7 @@ class TokenCounts:
         return tokens[step], None if padded is None else padded[step]
 
     def count(self, sampler: StepSampler, epoch: int) -> None:
-        """Count an epoch's tokens before anybody asks for them."""
+        """Count an epoch's tokens ahead of time."""
         self._counts(sampler, epoch)
 
     def _counts(self, sampler: StepSampler, epoch: int) -> tuple[Order, list[int], list[int] | None] | None:
@@ -78,34 +78,50 @@ class TokenCounts:
             own = [piece for piece in pieces if piece.samples]
             first, last = (own[0].start, own[-1].stop) if own else (0, 0)
             tokens.append(before[begins + last] - before[begins + first])
-            padded.append(self._padded_tokens(epoch, begins, pieces, lengths))
+            beside = None
+            if sampler.lengths is not None:
+                beside = sampler.beside(min(sampler.global_batch, len(order) - int(begins[0])))
+            padded.append(self._padded_tokens(epoch, begins, pieces, lengths, beside))
         real = [count for part in tokens for count in part.tolist()]
         if any(part is None for part in padded):
             return real, None
         return real, [count for part in padded if part is not None for count in part.tolist()]
 
     def _padded_tokens(
-        self, epoch: int, begins: Counts, pieces: list[Piece], lengths: npt.NDArray[Any]
+        self,
+        epoch: int,
+        begins: Counts,
+        pieces: list[Piece],
+        lengths: npt.NDArray[Any],
+        beside: list[list[Piece]] | None,
     ) -> Counts | None:
+        """Padded tokens of each step; `beside` lists, per piece, the pieces of all ranks padded to the same width."""
         if self._capacity is not None:
             return np.full(len(begins), self._capacity(epoch) * len(pieces))
         if self._padded_length is None:
             return None
         total = np.zeros(len(begins), dtype=np.int64)
-        for piece in pieces:
+        for place, piece in enumerate(pieces):
             starts, size = begins + piece.start, piece.stop - piece.start
             if self._padded_lengths is not None:
-                # Maxima over [start, stop); the numbers between two pieces are left out, a last one stops the last.
-                borders = np.stack([starts, starts + size], axis=1).ravel()
-                longest = np.maximum.reduceat(np.append(lengths, 0), borders)[::2]
+                wide = [piece] if beside is None else beside[place]
+                longest = np.max([_longest(begins, item, lengths) for item in wide], axis=0)
                 total += size * self._padded_lengths(longest)
             else:
                 total += [size * int(self._padded_length(lengths[start : start + size])) for start in starts.tolist()]
         return total
 
 
+def _longest(begins: Counts, piece: Piece, lengths: npt.NDArray[Any]) -> Counts:
+    """The longest sample of a piece in each step."""
+    # Maxima over [start, stop) and over the gaps between pieces, which are dropped; the extra 0 ends the last piece.
+    borders = np.stack([begins + piece.start, begins + piece.stop], axis=1).ravel()
+    found: Counts = np.maximum.reduceat(np.append(lengths, 0), borders)[::2]
+    return found
+
+
 def groups_of_steps(sampler: StepSampler, size: int) -> list[tuple[Counts, list[Piece]]]:
-    """The steps of an epoch of `size` samples by their plan: where each begins, and this rank's pieces of it."""
+    """Group an epoch of `size` samples into full and partial steps: where each begins, and this rank's pieces of it."""
     full, rest = divmod(size, sampler.global_batch)
     begins = np.arange(full + 1) * sampler.global_batch
     groups = [(begins[:full], sampler.pieces_for(sampler.global_batch))] if full else []

@@ -1,7 +1,7 @@
-"""Data sets of equal samples on a device: read once, then batches are put together there by index.
+"""Data sets of equal samples on a device: read once, then batched there by index.
 
-A data set qualifies if each of its batches is its samples' own rows, stacked: tensors of fixed shapes that depend
-neither on the rest of the batch nor on random numbers or the time of reading. Reading a handful of samples tells.
+A data set qualifies if each batch is just its samples' rows, stacked: tensors of fixed shapes that depend neither on
+the rest of the batch nor on random numbers or the time of reading. Reading a few samples shows whether that holds.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from frameworm.errors import ConfigError, DataError
 from frameworm.hardware.host import memory_total_bytes
 
 READ_AT_ONCE = 256
-MOST_SHARE_ASKED = 0.5  # of the device's memory, where the user asks for it
+MOST_SHARE_ASKED = 0.5  # of the device's memory, if the user asks for resident samples
 _PROBED = 16
-_ALIGNED_BYTES = 64  # as torch's own CPU memory; a product may round otherwise where a batch begins elsewhere
+_ALIGNED_BYTES = 64  # as torch's own CPU memory; a matmul may round differently on other alignments
 _MOST_STEPS = 256
 _FIRST_STEPS = 4
-# Of one gather: on a GPU the host pays per gather; on a CPU a batch should still be in the cache when it is used.
+# Per gather: on a GPU the host pays per gather; on a CPU a batch should still be in the cache when it is used.
 _CHUNK_BYTES_GPU = 2**23
 _CHUNK_BYTES_CPU = 2**18
 
@@ -47,15 +47,15 @@ class UnfitError(Exception):
 
 @dataclass(frozen=True)
 class EqualSamples:
-    """What a data set of equal samples is made of.
+    """What is known about a data set of equal samples.
 
     Attributes:
-        count: Samples.
-        template: A batch of some of them.
-        probed: Which.
-        per_sample_s: Time that reading one took.
-        one_by_one: Rows are read as batches of one sample, for a collate function that is not torch's own.
-        tensors: The samples themselves where they lie stacked already.
+        count: Number of samples.
+        template: A batch of the probed samples.
+        probed: Indices of the probed samples.
+        per_sample_s: Seconds to read one sample.
+        one_by_one: Rows are read as batches of one sample, because the collate function is not torch's own.
+        tensors: The samples themselves if they are stacked already.
     """
 
     count: int
@@ -72,20 +72,20 @@ class EqualSamples:
 
     @property
     def total_bytes(self) -> int:
-        """Memory that all samples take."""
+        """Memory taken by all samples."""
         return sum(self.row_bytes) * self.count
 
 
 def look_at_samples(dataset: Any, collate: Collate | None, fetch: Fetch | None = None) -> EqualSamples:
-    """Read a handful of samples in several ways, to see whether a batch is nothing but its samples' rows.
+    """Read a few samples in several ways to check that a batch is nothing but its samples' rows.
 
     Args:
         dataset: Map-style.
         collate: Makes a batch of samples; None: torch's own.
-        fetch: Reads and collates samples, where not the data set itself is read.
+        fetch: Reads and collates samples, if not directly from the data set.
 
     Raises:
-        UnfitError: They are not; the message says why, as a clause about the data set.
+        UnfitError: A batch is more than that; the message says why, as a clause about the data set.
     """
     count = len(dataset)
     stacks = batch_maker(dataset, collate) is stack_alike
@@ -101,7 +101,7 @@ def look_at_samples(dataset: Any, collate: Collate | None, fetch: Fetch | None =
         alone = [fetch([index]) for index in probed]
     except UnfitError:
         raise
-    except Exception as error:  # the user's code, or a collate that cannot stack what it is given
+    except Exception as error:  # from the user's code, or from a collate that cannot stack these samples
         raise UnfitError(_why_not_stacked(error)) from error
     finally:
         drew = watch.restore()
@@ -120,24 +120,24 @@ def look_at_samples(dataset: Any, collate: Collate | None, fetch: Fetch | None =
 
 
 def batch_maker(dataset: Any, collate: Collate | None) -> Collate:
-    """What makes a batch of what a data set gives for several indices; torch's own way only for samples of one kind."""
+    """The function that makes a batch of samples; torch's default is used only for samples of one kind."""
     if collate is None and getattr(base_of(dataset), "assembles_batches", False):
         return as_it_is
     return stack_alike if collate is None or collate is default_collate else collate
 
 
 def fetcher(dataset: Any, collate: Collate | None) -> Fetch:
-    """What makes a batch of some samples, as torch's loader does."""
+    """The function that reads and collates given indices, as torch's loader does."""
     many = getattr(dataset, "__getitems__", None)
     make = batch_maker(dataset, collate)
     return lambda indices: make(many(indices) if callable(many) else [dataset[index] for index in indices])
 
 
 def stack_alike(samples: list[Any]) -> Any:
-    """torch's `default_collate` for samples of one kind; it would mix whole numbers with others by the batch's first.
+    """torch's `default_collate`, restricted to samples of one kind: it would cast mixed dtypes to the first sample's.
 
     Raises:
-        UnfitError: They differ.
+        UnfitError: The samples differ.
     """
     first = _kind(samples[0])
     for sample in samples:
@@ -147,19 +147,19 @@ def stack_alike(samples: list[Any]) -> Any:
 
 
 class Draws:
-    """Notices whether reading a data set draws from any generator of the process or of its own."""
+    """Detects whether reading a data set draws from a generator, of the process or of its own."""
 
     def __init__(self, dataset: Any, collate: Any) -> None:
         self._held = Held({**process_generators(), "dataset": dataset, "collate_fn": collate})
         self._before = self._held.capture()
 
     def drew(self) -> bool:
-        """Whether a generator has moved."""
+        """Whether a generator has advanced."""
         now, before = (item["generators"] for item in (self._held.capture(), self._before))
         return any(_state_bytes(now[path]) != _state_bytes(before[path]) for path in before if path in now)
 
     def restore(self) -> bool:
-        """Put the generators back; says whether one had moved."""
+        """Restore the generators; returns whether one had advanced."""
         drew = self.drew()
         if drew:
             self._held.restore({**self._before, "counters": {}})
@@ -172,10 +172,10 @@ def _state_bytes(state: dict[str, Any]) -> bytes:
 
 
 def leaves_of(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch with where they lie in it.
+    """Yield the tensors of a batch with their paths in it.
 
     Raises:
-        UnfitError: It holds something else.
+        UnfitError: The batch holds something other than tensors.
     """
     if isinstance(batch, Tensor):
         yield path, batch
@@ -190,7 +190,7 @@ def leaves_of(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def same_bits(first: Any, second: Any) -> bool:
-    """Whether two batches hold the same bits in the same places."""
+    """Whether two batches have the same structure and identical bits."""
     ones, others = dict(leaves_of(first)), dict(leaves_of(second))
     if type(first) is not type(second) or list(ones) != list(others):
         return False
@@ -239,7 +239,7 @@ def _rows_of(batch: Any, rows: slice, flip: bool = False) -> Any:
 
 
 def _kind(sample: Any) -> Any:
-    """What two samples must have in common to be stacked, whichever come first."""
+    """A description of a sample that must be equal for two samples to be stacked in any order."""
     if isinstance(sample, (Tensor, np.ndarray)):
         return tuple(sample.shape), str(sample.dtype)
     if isinstance(sample, Mapping):
@@ -267,7 +267,7 @@ def _stacked_already(dataset: Any) -> list[Tensor] | None:
 
 
 def rebuilder(template: Any) -> Callable[[Sequence[Tensor]], Any]:
-    """What makes a batch, built like the template, of its tensors in the order of `leaves_of`."""
+    """Return a function that builds a batch like the template from its tensors in the order of `leaves_of`."""
     kind = type(template)
     if kind is list and all(isinstance(item, Tensor) for item in template):
         return list
@@ -295,7 +295,7 @@ def rebuilder(template: Any) -> Callable[[Sequence[Tensor]], Any]:
 
 @dataclass(eq=False)
 class Chunk:
-    """The samples of several steps on the device, and how they become batches."""
+    """The samples of several steps on the device, and how to cut them into batches."""
 
     tensors: list[Tensor]
     cut: Callable[[list[Tensor]], Iterator[Any]]
@@ -306,15 +306,15 @@ class Chunk:
 
 
 class ResidentBatches:
-    """Batches of equal samples, put together on the device in the order of a sampler.
+    """Batches of equal samples, assembled on the device in a sampler's order.
 
-    An epoch's indices are sent to the device once. No call waits for it.
+    An epoch's indices are sent to the device once. No call waits for the device.
 
     Args:
-        samples: What `look_at_samples` found.
+        samples: The result of `look_at_samples`.
         fetch: Reads and collates samples in this process.
-        read: Reads all samples in the data set's order, so many in a batch.
-        watch: Begins to watch the data set's generators.
+        read: Reads all samples in the data set's order, in batches of the given size.
+        watch: Starts watching the data set's generators.
     """
 
     def __init__(
@@ -335,7 +335,7 @@ class ResidentBatches:
         self._opened: tuple[int, torch.device, Iterator[Chunk]] | None = None
 
     def place(self, sampler: StepSampler) -> None:
-        """Say which samples form this rank's micro-batches."""
+        """Set the sampler that decides which samples form this rank's micro-batches."""
         sampler.kept_orders = max(2, sampler.kept_orders)
         self._sampler = sampler
         self._opened = None
@@ -348,13 +348,13 @@ class ResidentBatches:
         return self._open(epoch, start, device)
 
     def open_ahead(self, epoch: int, device: torch.device) -> None:
-        """Put the first chunk of the next epoch together now; a sampler of the user's own draws when it begins."""
+        """Assemble the next epoch's first chunk; the user's own sampler must draw when its epoch begins."""
         if type(self._sampler) is StepSampler:
             chunks = self._open(epoch, 0, device)
             self._opened = (epoch, device, chain([next(chunks)], chunks))
 
     def close(self) -> None:
-        """Let the samples go."""
+        """Release the samples."""
         self._tensors = self._opened = None
 
     def _open(self, epoch: int, start: int, device: torch.device) -> Iterator[Chunk]:
@@ -384,7 +384,7 @@ class ResidentBatches:
     def _cut(self, tensors: list[Tensor], tables: list[tuple[Tensor, list[int], list[bool]]]) -> Iterator[Chunk]:
         on_gpu = tensors[0].is_cuda
         most_bytes = _CHUNK_BYTES_GPU if on_gpu else _CHUNK_BYTES_CPU
-        steps = _FIRST_STEPS  # few at first, so that the first step does not wait for many
+        steps = _FIRST_STEPS  # small at first, so that the first step does not wait long
         for rows, sizes, counts in tables:
             most = max(1, min(_MOST_STEPS, most_bytes // (sum(self._samples.row_bytes) * rows.size(1))))
             begin = 0
@@ -404,7 +404,7 @@ class ResidentBatches:
         return cut
 
     def _checked(self, order: NDArray[Any]) -> NDArray[np.int64]:
-        """Indices that the device may be given, which cannot refuse them itself."""
+        """Check and normalise the indices on the host, since the device cannot reject bad ones."""
         count = self._samples.count
         if order.dtype == object:
             raise ConfigError("resident: the sampler yields keys that are not numbers; leave resident off")
@@ -472,8 +472,8 @@ class ResidentBatches:
 
 
 def unfit(error: UnfitError) -> ConfigError:
-    """The error of a run that asks for resident samples of a data set that does not allow it."""
-    # One of a loader process comes with that process's traceback around it.
+    """The ConfigError for resident samples of a data set that does not allow them."""
+    # An error from a worker process has that process's traceback around it.
     why = str(error).strip().rpartition(f"{UnfitError.__name__}: ")[2]
     return ConfigError(
         f"resident: the data set {why}, so its batches cannot be put together on the device; leave resident off"

@@ -1,7 +1,7 @@
-"""Lengths of samples that do not declare them: how wide the user's own collate function makes a batch of one.
+"""Lengths of samples that do not declare them: the width of each sample when collated as a batch of one.
 
-A collate function pads if the batch of two samples is as wide as the wider of them. One that joins its samples end to
-end, as for graphs, makes it as wide as both together; there, batches of like length would save nothing.
+A collate function pads if a batch of two samples is as wide as the wider one. If it joins samples end to end, as for
+graphs, the batch is as wide as both together; batching by length would then save nothing.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from frameworm.data.batches.counts import token_lengths
 from frameworm.data.batches.equal_samples import Collate, Draws, UnfitError, batch_maker, fetcher, stack_alike
 from frameworm.data.batches.sizes import MAX_DEPTH, fields_of
 
-LONGEST_S = 30.0  # to collate every sample once
+LONGEST_S = 30.0  # most time to collate every sample once
 _PROBED = 16
 _KEPT = 4
 
-Place = tuple[str, int]  # a tensor of the batch, and one of its dimensions
+Place = tuple[str, int]  # path of a tensor in the batch, and one of its dimensions
 Lengths = NDArray[np.int64]
 
 
 class Padding(NamedTuple):
-    """Where the batches of a data set are as wide as their longest sample, and how long it takes to look at one."""
+    """The dimensions in which batches are padded to their longest sample, and the time to collate one sample."""
 
     places: list[Place]
     per_sample_s: float
@@ -39,10 +39,10 @@ _found: OrderedDict[tuple[int, int], tuple[Any, Any, Lengths]] = OrderedDict()
 
 
 def lengths_of(dataset: Any, collate: Collate | None) -> NDArray[Any]:
-    """The lengths that a data set declares, or else those that its collate function shows; kept for the next call.
+    """The lengths that a data set declares, or else those that its collate function reveals, cached.
 
     Raises:
-        UnfitError: It shows none; the message says why, as a clause about the data set.
+        UnfitError: It reveals none; the message says why, as a clause about the data set.
     """
     declared = token_lengths(dataset)
     if declared is not None:
@@ -52,15 +52,15 @@ def lengths_of(dataset: Any, collate: Collate | None) -> NDArray[Any]:
         lengths = _find(dataset, collate)
         while len(_found) >= _KEPT:
             _found.popitem(last=False)
-        _found[key] = (dataset, collate, lengths)  # what is kept keeps its id
+        _found[key] = (dataset, collate, lengths)  # keeping the objects keeps their ids valid
     return _found[key][2]
 
 
 def look_at_padding(dataset: Any, collate: Collate | None) -> Padding:
-    """Collate a handful of samples, alone and in pairs, to see where batches are padded.
+    """Collate a few samples, alone and in pairs, to see where batches are padded.
 
     Raises:
-        UnfitError: Nowhere, or it would take too long to look at all samples.
+        UnfitError: Batches are not padded, or collating every sample would take too long.
     """
     count = len(dataset)
     if batch_maker(dataset, collate) is stack_alike:
@@ -94,18 +94,18 @@ def look_at_padding(dataset: Any, collate: Collate | None) -> Padding:
                 raise UnfitError("has batches that join their samples instead of padding them")
     if per_sample_s * count > LONGEST_S:
         raise UnfitError(f"takes about {per_sample_s * count:.0f} s to collate sample by sample")
-    # Token ids and their mask have one width: it counts once.
+    # Token ids and their mask have the same widths; count them once.
     widths = {tuple(sizes[place] for sizes in alone): place for place in reversed(varying)}
     return Padding(list(widths.values()), per_sample_s)
 
 
 def _find(dataset: Any, collate: Collate | None) -> Lengths:
-    """The width of each sample's own batch; where several dimensions are padded, their sum."""
+    """The width of each sample collated alone; the sum if several dimensions are padded."""
     places = look_at_padding(dataset, collate).places
     fetch = fetcher(dataset, collate)
     lengths = np.empty(len(dataset), dtype=np.int64)
     watch = Draws(dataset, collate)
-    ends = time.perf_counter() + 2 * LONGEST_S  # slower than the first samples let hope
+    ends = time.perf_counter() + 2 * LONGEST_S  # samples may be slower than the probed ones suggested
     try:
         for index in range(len(lengths)):
             sizes = dict(_sizes(fetch([index])))

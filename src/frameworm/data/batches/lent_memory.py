@@ -1,8 +1,8 @@
-"""Memory in which loader processes hand over batches, used again once the batch in it is gone.
+"""Reusable shared memory in which worker processes hand over batches.
 
-A piece of shared memory crosses to another process as a file descriptor, which that process must request over a socket
-and then map. So each piece crosses once. Its first byte says whether it is still in use: the loader process sets it,
-and the training process clears it when the last tensor in the piece is gone.
+Shared memory crosses to another process as a file descriptor, which that process must request over a socket and then
+map. So each piece crosses only once. Its first byte says whether it is in use: the worker process sets it, and the
+training process clears it when the last tensor in the piece is gone.
 """
 
 from __future__ import annotations
@@ -19,40 +19,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HEAD_BYTES = 64  # before a batch; what follows is aligned as memory of its own would be
-_MOST_PIECES = 8  # of a loader process, which makes some batches ahead
-_SPARE = 1.25  # a batch may be larger than the one that a piece was made for
+from frameworm.torch_private.tensors import shared_memory
+
+HEAD_BYTES = 64  # before each batch; keeps the tensors aligned
+_MOST_PIECES = 8  # per worker process, which prefetches some batches
+_SPARE = 1.25  # room for batches larger than the first one in a piece
 _PAGE_BYTES = 4096
 
 _uses = itertools.count()
 
 
 class Piece:
-    """One piece of memory, in the process that fills it."""
+    """One piece of memory, as seen by the process that fills it."""
 
     def __init__(self, number: int, size_bytes: int) -> None:
         size_bytes = -(-int(size_bytes * _SPARE) // _PAGE_BYTES) * _PAGE_BYTES
         self.number = number
-        self.memory = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size_bytes, device="cpu"))
+        self.memory = shared_memory(size_bytes)
         self.has_crossed = False
         self._taken = ctypes.c_ubyte.from_address(self.memory.data_ptr())
 
     @property
     def is_taken(self) -> bool:
-        """Whether somebody may still read what is in it."""
+        """Whether the training process may still read its contents."""
         return self._taken.value != 0
 
     def take(self) -> Piece:
-        """Fill it, and leave it alone until it is given back."""
+        """Mark it as in use until the training process gives it back."""
         self._taken.value = 1
         return self
 
 
 class Pieces:
-    """The pieces of the process that asks; another one, as after a fork, begins with none.
+    """The pieces of the current process; after a fork, the child starts with none.
 
     Attributes:
-        use: Names the loader's iteration that they are for, in the training process too.
+        use: Identifies the loader iteration that they serve, also in the training process.
     """
 
     def __init__(self) -> None:
@@ -68,11 +70,11 @@ class Pieces:
         self.use = state["use"]
 
     def begin(self) -> None:
-        """For loader processes that are about to start."""
+        """Start a new use; call before the worker processes start."""
         self.use = (os.getpid(), next(_uses))
 
     def take(self, size_bytes: int) -> Piece | None:
-        """One with room for so much behind its head; None: too many are still read."""
+        """Take a free piece with room for `size_bytes` after its head; None if all pieces are still in use."""
         if self._process != os.getpid():
             self._process, self._pieces = os.getpid(), []
         size_bytes += HEAD_BYTES
@@ -82,34 +84,34 @@ class Pieces:
             return fitting[0].take()
         if not free and len(self._pieces) == _MOST_PIECES:
             return None
-        number = free[0].number if free else len(self._pieces)  # a larger one takes the place of one too small
+        number = free[0].number if free else len(self._pieces)  # a larger piece replaces one that is too small
         self._pieces[number : number + 1] = [Piece(number, size_bytes)]
         return self._pieces[number].take()
 
 
 class _Known:
-    """One piece of memory, in the process that reads it."""
+    """One piece of memory, as seen by the process that reads it."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.address = memory.data_ptr()
         self.process = os.getpid()
-        # Of a class of ours, whose objects can be waited for.
+        # A class of our own, because its instances support weak references.
         self._view: Any = type("_Bytes", (ctypes.c_ubyte * memory.nbytes,), {})
         self._is_locked = False
 
     def lend(self) -> Tensor:
-        """Its bytes; when they and all tensors that lie in them are gone, it is given back."""
+        """A tensor of its bytes; the piece is given back when this and all tensors that share its memory are gone."""
         view = self._view.from_address(self.address)
         weakref.finalize(view, self._give_back).atexit = False
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def _give_back(self) -> None:
-        if os.getpid() == self.process:  # a process that was forked meanwhile holds nothing
+        if os.getpid() == self.process:  # not in a forked child, which holds no tensors
             ctypes.c_ubyte.from_address(self.address).value = 0
 
     def page_lock(self) -> None:
-        """Let the device read it by itself; once."""
+        """Page-lock the memory, once, so that the device can read it directly."""
         if not self._is_locked:
             self._is_locked = int(torch.cuda.cudart().cudaHostRegister(self.address, self.memory.nbytes, 0)) == 0
 
@@ -123,12 +125,12 @@ _known: dict[Hashable, dict[Hashable, _Known]] = {}
 
 
 def arrived(use: Hashable, piece: Hashable, memory: Tensor | None) -> Tensor:
-    """The bytes of a piece, with the batch that was put in it just now.
+    """The bytes of a piece that has just arrived with a batch.
 
     Args:
         use: See `Pieces`.
-        piece: Names the piece.
-        memory: Its memory, when it comes for the first time.
+        piece: Identifies the piece.
+        memory: Its memory, when it arrives for the first time.
     """
     pieces = _known.setdefault(use, {})
     if memory is not None:
@@ -137,10 +139,10 @@ def arrived(use: Hashable, piece: Hashable, memory: Tensor | None) -> Tensor:
 
 
 def page_lock(use: Hashable, piece: Hashable) -> None:
-    """Let the device read a piece by itself, from now on."""
+    """Page-lock a piece, so that the device can read it directly."""
     _known[use][piece].page_lock()
 
 
 def forget(use: Hashable) -> None:
-    """None of its pieces will arrive any more; what was lent stays until it is given back."""
+    """Drop the pieces of a use that has ended; tensors still in use keep their memory."""
     _known.pop(use, None)

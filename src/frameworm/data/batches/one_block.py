@@ -1,8 +1,8 @@
-"""Batches that come from loader processes in one piece of shared memory.
+"""Batches that come from worker processes in one piece of shared memory.
 
-Every tensor that crosses takes a file descriptor of its own, which the training process has to ask for over a socket
-while it should launch kernels. Here the tensors of a batch lie in one block, which is also page-locked as one, and
-in memory that is used again where nobody else takes the batches on.
+Every tensor that crosses needs its own file descriptor, which the training process must request over a socket while it
+should launch kernels. Here all tensors of a batch lie in one block, which is also page-locked as one, and whose memory
+is reused unless torch's pinning thread handles the batches.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from frameworm.data.batches.lent_memory import HEAD_BYTES, Piece, Pieces, arrived, forget, page_lock
 from frameworm.data.batches.sizes import changed_parts
+from frameworm.torch_private.loaders import live_iterator
+from frameworm.torch_private.tensors import shared_memory
 
 _ALIGNED_BYTES = 64
-# A larger batch is copied once more for longer than its tensors take to cross.
+# For larger batches the extra copy takes longer than sending their tensors separately.
 _MOST_BYTES = 16 * 2**20
 
 
 class _Place(NamedTuple):
-    """Where in the block a tensor lies."""
+    """Where a tensor lies in the block."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -34,19 +36,19 @@ class _Place(NamedTuple):
 
 
 class _Number(NamedTuple):
-    """Stands in a batch for a tensor that lies in the block."""
+    """Placeholder in a batch for a tensor that lies in the block."""
 
     number: int
 
 
 class Block:
-    """A batch on its way: its parts, and its tensors in one block.
+    """A batch in transit: its structure, and its tensors in one block.
 
     Args:
-        batch: The parts, with a `_Number` in place of each tensor.
-        memory: The bytes in which they lie.
-        places: Where.
-        piece: The memory where it is lent, and not the batch's own.
+        batch: The structure, with a `_Number` in place of each tensor.
+        memory: The bytes of the block.
+        places: Where each tensor lies in it.
+        piece: The reusable piece that the block lies in; None if the memory is the batch's own.
         use: See `Pieces`.
     """
 
@@ -71,12 +73,12 @@ class Block:
         self._memory = memory if self._name is None else arrived(self._use, self._name, memory)
 
     def pin_memory(self) -> Block:
-        """As torch's loader asks of a batch."""
+        """Page-lock the block; torch's loader calls this on each batch."""
         self._memory, self._name = self._memory.pin_memory(), None
         return self
 
     def open(self, *, page_locked: bool = False) -> Any:
-        """The batch as it was; `page_locked`: in memory that the device can read, where that is lent."""
+        """The original batch; `page_locked`: page-lock its memory if that is a reusable piece."""
         if page_locked and self._name is not None:
             page_lock(self._use, self._name)
         storage = self._memory.untyped_storage()
@@ -84,11 +86,11 @@ class Block:
 
 
 class InOneBlock:
-    """Puts batches together as a function does, each in one block where that pays.
+    """Wraps a collate function so that each batch comes in one block if that pays.
 
     Args:
         collate: The function.
-        lends: Blocks lie in memory that is used again; for loader processes whose batches nobody else takes on.
+        lends: Put blocks in reusable memory; not if torch's pinning thread handles the batches.
     """
 
     def __init__(self, collate: Callable[[Any], Any], *, lends: bool = False) -> None:
@@ -96,20 +98,20 @@ class InOneBlock:
         self.pieces = Pieces() if lends else None
 
     def __call__(self, rows: Any) -> Any:
-        """The batch, or a `Block` of it."""
+        """Collate samples and return the batch, or a `Block` of it."""
         batch = self._collate(rows)
         tensors: list[Tensor] = []
         parts = _taken_out(batch, tensors)
         places, size_bytes = [], 0 if self.pieces is None else HEAD_BYTES
         for tensor in tensors:
-            dense = torch.empty_like(tensor, device="meta")  # strides as they are, without gaps
+            dense = torch.empty_like(tensor, device="meta")  # the same strides without gaps
             places.append(_Place(tensor.dtype, tensor.size(), dense.stride(), size_bytes))
             size_bytes += -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         if len(tensors) < (2 if self.pieces is None else 1) or size_bytes > _MOST_BYTES:
             return batch
         piece = None if self.pieces is None else self.pieces.take(size_bytes)
         if piece is None:
-            memory = torch.empty(0, dtype=torch.uint8).set_(UntypedStorage._new_shared(size_bytes, device="cpu"))
+            memory = shared_memory(size_bytes)
         else:
             memory = piece.memory
         for tensor, place in zip(tensors, places):
@@ -118,11 +120,11 @@ class InOneBlock:
 
 
 class BlockLoader(DataLoader[Any]):
-    """A loader whose function `InOneBlock` has wrapped: opens what arrives.
+    """A loader whose collate function is wrapped by `InOneBlock`; it unpacks blocks on arrival.
 
     Attributes:
-        page_locks: Lent memory is page-locked. Whoever reads must then hold a batch until it has been copied: torch
-            does not know when a device has read memory that torch did not page-lock.
+        page_locks: Page-lock reusable memory. The consumer must then hold a batch until it has been copied: torch
+            does not track when a device has read memory that torch did not page-lock itself.
     """
 
     page_locks = False
@@ -130,8 +132,8 @@ class BlockLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         together: Any = self.collate_fn
         pieces = together.pieces
-        # Processes that stay belong to the loader, others to this iteration.
-        starts = pieces is not None and self._iterator is None
+        # Persistent workers belong to the loader, others to this iteration.
+        starts = pieces is not None and live_iterator(self) is None
         if starts:
             pieces.begin()
         batches = _Opened(super().__iter__(), self.page_locks)
@@ -141,7 +143,7 @@ class BlockLoader(DataLoader[Any]):
 
 
 class _Opened:
-    """Batches of a loader, opened."""
+    """The unpacked batches of a loader."""
 
     def __init__(self, batches: Iterator[Any], page_locks: bool) -> None:
         self._batches, self._page_locks = batches, page_locks
@@ -155,7 +157,7 @@ class _Opened:
 
 
 def _tensor_at(place: _Place, storage: torch.UntypedStorage) -> Tensor:
-    """No view of anything: the compiler would look at what it is one of."""
+    """A tensor in the block, made without `view`: the compiler would inspect the base of a view."""
     offset = place.offset_bytes // place.dtype.itemsize
     return torch.empty(0, dtype=place.dtype).set_(storage, offset, place.size, place.stride)
 
@@ -166,7 +168,7 @@ def _fits(item: Any) -> bool:
 
 
 def _taken_out(item: Any, tensors: list[Tensor]) -> Any:
-    """Plain containers with numbers in place of their tensors, which are added to a list; the rest as it is."""
+    """Replace each tensor in plain containers by a `_Number` and append it to `tensors`."""
     if _fits(item):
         number = next((place for place, known in enumerate(tensors) if known is item), len(tensors))
         if number == len(tensors):

@@ -34,12 +34,12 @@ _COARSE_FROM = 2_048
 
 
 def packable(dataset: Any) -> bool:
-    """Whether the samples of a data set can be laid end to end: it, or what it is a subset of, has `packing()`."""
+    """Whether samples can be laid end to end: the data set, or the one it is a subset of, has `packing()`."""
     return callable(getattr(base_of(dataset), "packing", None))
 
 
 def packing_of(dataset: Any) -> Packing:
-    """What packed batches of a packable data set are made from."""
+    """What the packed batches of a packable data set are built from."""
     if isinstance(dataset, Subset):
         return packing_of(dataset.dataset).of(np.asarray(dataset.indices, dtype=np.int64))
     packing: Packing = dataset.packing()
@@ -47,18 +47,18 @@ def packing_of(dataset: Any) -> Packing:
 
 
 def round_capacity(tokens: int) -> int:
-    """The next capacity that suits the hardware: a multiple of 16, and of 64 from 2,048 on."""
+    """Round up to a size that suits the hardware: a multiple of 16, or of 64 above 2,048."""
     unit = 16 if tokens < _COARSE_FROM else 64
     return max(1, -(-tokens // unit)) * unit
 
 
 def spare_sequences(capacity: int, max_seq_len: int) -> int:
-    """Sequences of a packed batch beside its samples; they hold the padding."""
+    """Extra sequences of a packed batch that hold its padding."""
     return -(-capacity // max_seq_len)
 
 
 def batch_bytes(batch_size: int, capacity: int, max_seq_len: int) -> int:
-    """Size of one packed batch."""
+    """Bytes of one packed batch."""
     return 16 * capacity + 8 * batch_size + 4 * (batch_size + spare_sequences(capacity, max_seq_len) + 1)
 
 
@@ -70,10 +70,10 @@ def batches_of(chunk: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 
 class PackedTexts(Dataset[dict[str, Tensor]]):
-    """A view of labelled texts that gives packed batches.
+    """A view of labelled texts that yields packed batches.
 
     Args:
-        texts: A packable data set, or what its packed batches are made from.
+        texts: A packable data set, or its `Packing`.
         batch_size: B, the most samples of a batch.
         capacity: T, the tokens of a batch.
     """
@@ -100,13 +100,13 @@ class PackedTexts(Dataset[dict[str, Tensor]]):
         return next(batches_of(self.chunk([indices])))
 
     def chunk(self, indices: Indices, *, capacity: int | None = None, pin: bool = False) -> dict[str, Tensor]:
-        """Several packed batches in one go, without Python per sample.
+        """Build several packed batches at once, without a Python loop over samples.
 
         Args:
-            indices: The samples of each batch, at most `batch_size`; as an array [batches, batch_size] with -1 where
-                there is none.
-            capacity: Another T than the usual one.
-            pin: Put it in page-locked memory.
+            indices: The samples of each batch, at most `batch_size`; as an array [batches, batch_size], -1 marks an
+                empty slot.
+            capacity: T for this chunk; None: the usual one.
+            pin: Use page-locked memory.
 
         Raises:
             DataError: A batch holds more tokens than its capacity.
@@ -137,7 +137,7 @@ class PackedTexts(Dataset[dict[str, Tensor]]):
         padding = np.arange(1, spare + 1, dtype=np.int32) * packing.max_seq_len
         np.minimum(used + padding, capacity, out=offsets[:, batch_size + 1 :])
         columns = np.arange(capacity)
-        # Every token's position is its column less the column where its sequence begins.
+        # A token's position is its column minus the column where its sequence begins.
         begins = np.repeat(offsets[:, :-1].ravel(), np.diff(offsets, axis=1).ravel()).reshape(count, capacity)
         np.subtract(columns, begins, out=positions)
         real = columns < used

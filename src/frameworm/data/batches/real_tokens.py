@@ -1,16 +1,16 @@
-"""Where the real tokens of a padded batch are, found on the host before the batch travels.
+"""Where the real tokens of a padded batch are, found on the host before the batch is copied.
 
-A model that leaves padding out needs to know how many tokens are left before it can be called, and asking the device
-would make the host wait. So a batch takes along, under the key `PLAN`:
+A model that skips padding needs to know the number of real tokens before it is called, and asking the device would
+make the host wait. So each batch carries a plan under the key `PLAN`:
 
-- `places` int64 [T]: the real tokens' places in the batch seen as one row of B x W tokens; B x W where the capacity T
-  is not used up.
+- `places` int64 [T]: places of the real tokens in the batch flattened to B x W tokens; unused slots of the capacity T
+  hold B x W.
 - `back` int64 [B x W]: where in the T tokens each place of the batch went; T for padding.
 - `offsets` int32 [S + 1]: the borders of the samples among the T tokens; unused capacity follows, cut into sequences
-  of at most W. S depends on B and W alone.
-- `length` int: no sequence is longer; it is W.
+  of at most W. S depends only on B and W.
+- `length` int: an upper bound of the sequence lengths, which is W.
 
-Capacities and widths are few, so that a graph can be captured for each.
+There are few capacities and widths, so that a graph can be captured for each.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from frameworm.errors import ConfigError
 
 PLAN = "frameworm_real_tokens"
 MASK = "attention_mask"
-_CAPACITIES = 32  # of a full batch: capacities are multiples of this part of it
-_UNIT = 64  # tokens; matrix units work in such steps
+_CAPACITIES = 32  # capacities are multiples of this fraction of a full batch
+_UNIT = 64  # tokens; suits matrix units
 _SMALLEST_WIDTH_STEP = 8
-_NEAR = 1.25  # batches are made wider by no more than this where that gives them a width that came before
+_NEAR = 1.25  # a batch is widened by at most this factor to reach a width that was used before
 
 
 class PaddingPlanner:
-    """Adds to every batch where its real tokens are.
+    """Adds to every batch a plan of where its real tokens are.
 
     Args:
-        widen: Pad batches on to one of a few widths, where their parts allow it.
-        widest: No batch is made wider than this; None: no limit.
-        pin: Put what is added in page-locked memory.
+        widen: Pad batches to one of a few widths if their parts allow it.
+        widest: Largest width to pad to; None: no limit.
+        pin: Put the plan in page-locked memory.
 
     Attributes:
-        first_width: Width of the first batch as it came.
+        first_width: Width of the first batch before widening.
     """
 
     def __init__(self, *, widen: bool, widest: int | None = None, pin: bool = False) -> None:
@@ -55,7 +55,7 @@ class PaddingPlanner:
 
     @property
     def note(self) -> str | None:
-        """How much padding was left out, for the summary."""
+        """How much padding was skipped, for the summary."""
         if not self._planned:
             return None
         left_out = 1 - self._computed / self._tokens
@@ -64,7 +64,7 @@ class PaddingPlanner:
         return f"{text}; {rest} of {self._batches} batches ran padded" if rest else text
 
     def __call__(self, batch: Any) -> Any:
-        """The batch with its plan; one whose mask has gaps stays as it is.
+        """Add the plan to a batch; a batch whose mask has gaps is returned unchanged.
 
         Raises:
             ConfigError: The first batch has no mask that says what is padding.
@@ -90,11 +90,11 @@ class PaddingPlanner:
 
 
 class FewWidths:
-    """Pads batches on to one of a few widths, where their parts allow it.
+    """Pads batches to one of a few widths if their parts allow it.
 
     Args:
-        widest: No batch is made wider than this; None: no limit.
-        pin: Put what is made in page-locked memory.
+        widest: Largest width to pad to; None: no limit.
+        pin: Put the padded tensors in page-locked memory.
     """
 
     def __init__(self, widest: int | None = None, *, pin: bool = False) -> None:
@@ -105,13 +105,13 @@ class FewWidths:
 
     @property
     def note(self) -> str:
-        """What became of the batches, for the summary."""
+        """Which widths batches were padded to, for the summary."""
         widths = ", ".join(map(str, sorted(self._known)))
         text = f"data.pad_to: batches were padded on to the widths {widths}"
         return f"{text}; {self._left} of {self._batches} could not be" if self._left else text
 
     def __call__(self, batch: Any) -> Any:
-        """The batch, wider; as it is where that would say something else.
+        """Pad the batch; it is returned unchanged if padding would change its meaning.
 
         Raises:
             ConfigError: The first batch has no mask that says what is padding.
@@ -135,7 +135,7 @@ class FewWidths:
         return wider
 
     def _usual(self, width: int) -> int:
-        """One that came before, where it is hardly wider: a new one is compiled for and captured."""
+        """A width used before if it is hardly wider: every new width must be compiled and captured."""
         near = [known for known in self._known if width <= known <= _NEAR * width]
         if not near:
             self._known.append(width)
@@ -143,7 +143,7 @@ class FewWidths:
 
 
 def why_unsuitable(batch: Any) -> str | None:
-    """Why the padding of a batch cannot be left out; None: it can."""
+    """Why the padding of a batch cannot be skipped; None if it can."""
     mask = batch.get(MASK) if isinstance(batch, Mapping) else None
     if not isinstance(mask, torch.Tensor):
         return f"batches must be dicts with a tensor {MASK} that says which tokens are padding"
@@ -153,23 +153,23 @@ def why_unsuitable(batch: Any) -> str | None:
     values = mask.cpu().numpy()
     if mask.dtype != torch.bool and (values.min() < 0 or values.max() > 1):
         return f"{MASK} holds other numbers than 1 and 0"
-    # More than one stretch of real tokens in a sample: a window of attention would count the gap.
+    # More than one run of real tokens in a sample: a sliding attention window would have counted the gap.
     begins = np.count_nonzero(np.diff(values.astype(np.int8), axis=1, prepend=0) == 1, axis=1)
     return f"{MASK} has padding between the tokens of a sample" if begins.max() > 1 else None
 
 
 def few_widths(longest: int, widest: int | None = None) -> int:
-    """The next of four widths per power of two; no wider than `widest`, unless the batch is."""
+    """Round up to one of four widths per power of two, but not beyond `widest` unless the batch is wider itself."""
     step = max(_SMALLEST_WIDTH_STEP, 1 << max(0, (longest - 1).bit_length() - 3))
     wider = -(-longest // step) * step
     return wider if widest is None else max(longest, min(wider, widest))
 
 
 def widened(batch: Mapping[str, Any], width: int) -> dict[str, Any] | None:
-    """The batch padded on to a width; None where a part of it cannot be.
+    """The batch padded to a width; None if one of its parts cannot be.
 
-    Parts of shape [samples, tokens, ...] are filled up with zeros, targets with what losses ignore. That they do is
-    seen by the padding that targets already have.
+    Parts of shape [samples, tokens, ...] are padded with zeros, targets with the label that losses ignore. Targets
+    are only padded if their existing padding already holds that label.
     """
     mask: torch.Tensor = batch[MASK]
     rows, present = mask.shape
@@ -192,7 +192,7 @@ def widened(batch: Mapping[str, Any], width: int) -> dict[str, Any] | None:
 
 
 def cut_back(batch: Mapping[str, Any], width: int) -> dict[str, Any]:
-    """A batch without its plan, and as wide as it was before it was widened."""
+    """A batch without its plan, cut back to its width before widening."""
     shape = batch[MASK].shape
     return {
         name: item[:, :width].contiguous() if isinstance(item, torch.Tensor) and item.shape[:2] == shape else item
@@ -202,7 +202,7 @@ def cut_back(batch: Mapping[str, Any], width: int) -> dict[str, Any]:
 
 
 def make_plan(real: NDArray[np.bool_], width: int, *, pin: bool = False) -> dict[str, Any]:
-    """The plan of a batch from which of its tokens are real; `width` is that of the batch, which may be wider."""
+    """Build the plan from the mask of real tokens; `width` is the width of the batch, which may have been widened."""
     rows, columns = np.nonzero(real)
     samples, tokens = len(real), len(rows)
     places = rows * width + columns
@@ -210,7 +210,7 @@ def make_plan(real: NDArray[np.bool_], width: int, *, pin: bool = False) -> dict
     unit = -(-everything // (_CAPACITIES * _UNIT)) * _UNIT
     capacity = max(1, -(-tokens // unit)) * unit
     if capacity == width:
-        capacity += unit  # or a row of tokens would look like a batch of one sample
+        capacity += unit  # otherwise a row of tokens would look like a batch of one sample
     spare = spare_sequences(2 * unit, width)
     plan = {
         "places": torch.full((capacity,), everything, pin_memory=pin),

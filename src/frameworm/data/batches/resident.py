@@ -1,4 +1,4 @@
-"""A small data set that lives on the device: packed batches are put together there, and the host sends only indices."""
+"""A small data set that lives on the device: packed batches are built there, and the host sends only indices."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _BYTES_PER_SAMPLE = 3 * 8
 
 
 def resident_bytes(packing: Packing) -> int:
-    """Device memory that the samples take."""
+    """Device memory taken by the samples."""
     begin, end = _stretch(packing)
     return (end - begin) * _BYTES_PER_TOKEN + len(packing.lengths) * _BYTES_PER_SAMPLE
 
 
 def fits_device(packing: Packing, device: torch.device) -> bool:
-    """Whether the samples are small beside the memory of a GPU."""
+    """Whether the samples take only a small fraction of the GPU's memory."""
     if device.type != "cuda":
         return False
     return fits_memory(resident_bytes(packing), torch.cuda.get_device_properties(device).total_memory)
 
 
 def fits_memory(size_bytes: int, memory_bytes: int) -> bool:
-    """Whether so much is small beside the memory of a GPU."""
+    """True if `size_bytes` is a small fraction of GPU memory."""
     return size_bytes < MOST_BYTES and size_bytes < MOST_SHARE * memory_bytes
 
 
@@ -46,7 +46,7 @@ class ResidentTexts:
     def __init__(self, packing: Packing, device: torch.device | str) -> None:
         self.device = torch.device(device)
         begin, end = _stretch(packing)
-        # Copied before torch takes them over: the store is mapped read-only.
+        # `astype` copies before torch takes over: the store is memory-mapped read-only.
         self._tokens = torch.from_numpy(packing.tokens[begin:end].astype(np.int32)).to(self.device)
         self._starts = torch.from_numpy(packing.starts.astype(np.int64) - begin).to(self.device)
         self._lengths = torch.from_numpy(packing.lengths.astype(np.int64)).to(self.device)
@@ -57,9 +57,9 @@ class ResidentTexts:
         self._padding: dict[int, Tensor] = {}
 
     def chunk(self, indices: Tensor, capacity: int) -> dict[str, Tensor]:
-        """The packed batches of samples [batches, batch_size] on the device, -1 where there is none.
+        """Build packed batches of samples [batches, batch_size] on the device; -1 marks an empty slot.
 
-        A batch that holds more tokens than the capacity cannot be refused without asking the device: the plan that
+        Batches that exceed the capacity are not detected, since that would mean asking the device: the plan that
         gives the indices also gives the capacity.
         """
         count, batch_size = indices.shape
@@ -72,13 +72,13 @@ class ResidentTexts:
         ends = lengths.cumsum(1)
         used = ends[:, -1:]
         borders = torch.cat([ends, (used + padding).clamp(max=capacity)], dim=1)
-        # The sequence of each column is the first one that ends behind it; empty ones are passed over.
+        # A column belongs to the first sequence that ends after it, which skips empty ones.
         sequence = torch.searchsorted(borders, columns.repeat(count, 1), right=True)
         begins = torch.nn.functional.pad(borders, (1, 0))
         positions = columns - begins.gather(1, sequence)
         starts = self._starts[safe]
         places = starts.gather(1, sequence.clamp(max=batch_size - 1)) + positions
-        # Padding reads some token too, within bounds, and throws it away.
+        # Padding also reads a token, within bounds, which is then discarded.
         tokens = self._tokens[places.clamp(max=self._tokens.numel() - 1)].long()
         return {
             "labels": labels,
@@ -95,5 +95,5 @@ class ResidentTexts:
 
 
 def _stretch(packing: Packing) -> tuple[int, int]:
-    """The part of the token stream that holds all the samples."""
+    """The range of the token array that holds all the samples."""
     return int(packing.starts.min()), int((packing.starts + packing.lengths).max())

@@ -1,9 +1,9 @@
-"""How many samples a batch holds, whatever it is made of.
+"""How many samples a batch holds, whatever its type.
 
 A batch is read as its parts: the items of a tuple or list, the values of a mapping, the attributes of an object. Input
-and target must agree on a number; where they do not, a target with one entry per sample decides. A list inside a batch
-may hold one entry per sample (images of various sizes) or tensors of whole batches (two views): the other parts tell
-which. Where that leaves more than one number, or none, the answer is None.
+and target must agree on a number; if they do not, a target with one entry per sample decides. A list inside a batch may
+hold one entry per sample (images of various sizes) or tensors of whole batches (two views): the other parts decide
+which. If that leaves no number or more than one, the answer is None.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 UNKNOWN = "a batch ({kind}) does not tell how many samples it holds: {effect}; return (loss, count) to weigh it"
-MAX_DEPTH = 4  # objects may hold each other in a circle
+MAX_DEPTH = 4  # objects may refer to each other in a cycle
 _MOST_PARTS = 1000
 _PLAIN = (str, bytes, int, float, complex, type(None))
 _NAMELESS = (*_PLAIN, torch.Tensor, list, type)
 
 
 def batch_size_of(batch: Any) -> int | None:
-    """Samples in a batch; None where its parts do not tell."""
+    """Samples in a batch; None if its parts do not tell."""
     kind = type(batch)
-    first = last = None  # the usual batches come first: this is asked in every step
+    first = last = None  # the usual kinds of batches come first, since this runs in every step
     if kind is dict:
         for key in TARGET_KEYS:
             if key in batch:
@@ -42,7 +42,7 @@ def batch_size_of(batch: Any) -> int | None:
 
 
 def fields_of(batch: Any) -> Mapping[str, Any]:
-    """The named parts of a mapping, named tuple, dataclass or any other object; none of a plain value."""
+    """The named parts of a mapping, named tuple, dataclass or other object; empty for a plain value."""
     if isinstance(batch, Mapping):
         return batch
     if isinstance(batch, _NAMELESS):
@@ -59,7 +59,7 @@ def fields_of(batch: Any) -> Mapping[str, Any]:
 
 
 def common_length(batch: Any) -> int | None:
-    """The length of all tensors in a batch, however deep they lie; None if they differ, or there is only one."""
+    """The first dimension of all tensors in a batch, at any depth; None if they differ or there are fewer than two."""
     lengths: list[int] = []
     inside, seen = [(batch, 0)], 0
     while inside and seen < _MOST_PARTS:
@@ -91,10 +91,10 @@ def _samples(batch: Any, depth: int) -> int | None:
     if named:
         return _common([count for item in named.values() if (count := _counts(item, depth))], list(named.values()))
     if not isinstance(batch, (tuple, list)):
-        shape = getattr(batch, "shape", None)  # such as an array of numpy's
+        shape = getattr(batch, "shape", None)  # such as a numpy array
         return int(shape[0]) if shape else None
     if isinstance(batch, list) and batch and all(isinstance(item, (tuple, *_PLAIN)) for item in batch):
-        # Samples that nobody has collated; a single one could as well be a collated batch.
+        # Uncollated samples; a list with a single tuple could just as well be a collated batch.
         return len(batch) if len(batch) > 1 or not isinstance(batch[0], tuple) else None
     known = [(item, count) for item in batch if (count := _counts(item, depth))]
     if not known or (isinstance(batch, list) and _may_be_samples(batch)):
@@ -106,7 +106,7 @@ def _samples(batch: Any, depth: int) -> int | None:
 
 
 def _agreed(others: list[frozenset[int]], of_target: frozenset[int], target: Any) -> int | None:
-    """The number that input and target have in common, else that of a target with one entry per sample."""
+    """The number that input and target agree on, else that of a target with one entry per sample."""
     both = of_target & others[0] if others else of_target
     if both:
         return _only(both)
@@ -115,7 +115,7 @@ def _agreed(others: list[frozenset[int]], of_target: frozenset[int], target: Any
 
 
 def _common(counts: list[frozenset[int]], parts: list[Any]) -> int | None:
-    """The number on which all parts agree; lists count only where there is no tensor."""
+    """The number on which all parts agree; lists count only if there is no tensor."""
     tensors = [frozenset([item.size(0)]) for item in parts if isinstance(item, torch.Tensor) and item.dim()]
     counts = tensors or counts
     return _only(frozenset.intersection(*counts)) if counts else None
@@ -126,7 +126,7 @@ def _only(numbers: frozenset[int]) -> int | None:
 
 
 def _counts(part: Any, depth: int) -> frozenset[int]:
-    """The numbers of samples that a part of a batch may stand for."""
+    """The possible numbers of samples that a part of a batch stands for."""
     if not isinstance(part, (tuple, list)) or hasattr(part, "_fields"):
         size = _samples(part, depth + 1)
         return frozenset() if size is None else frozenset([size])

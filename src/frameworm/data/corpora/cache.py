@@ -1,9 +1,9 @@
-"""Tokens on disk, found by what they were made from.
+"""Token stores on disk, addressed by a hash of their inputs.
 
-A store is a folder named after a hash of the texts, the tokenizer and the reader. It is written beside its final place
-and renamed when complete, under a file lock: of several processes that start at once one builds and the others wait,
-and a killed build leaves nothing that could be mistaken for a store. A store whose files do not have the sizes its
-meta.json names is built again.
+A store is a folder named after a hash of the texts, the tokenizer and the reader. It is written next to its final place
+and renamed when complete, under a file lock: if several processes start at once, one builds and the others wait, and a
+killed build leaves nothing that could be mistaken for a store. A store whose files do not have the sizes recorded in
+its meta.json is rebuilt.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class TokenStore:
     folder: Path
     tokens: NDArray[Any]
     offsets: NDArray[np.int64]
-    labels: NDArray[np.int64]  # empty where there are no labels
+    labels: NDArray[np.int64]  # empty if there are no labels
     meta: dict[str, Any]
 
     def __reduce__(self) -> tuple[Callable[[Path], TokenStore], tuple[Path]]:
-        """A copy in another process maps the files anew."""
+        """Pickle as the folder, so that another process maps the files itself."""
         return open_store, (self.folder,)
 
 
 class TokenWriter:
-    """Takes token sequences one batch at a time; only offsets and labels stay in memory."""
+    """Writes token sequences batch by batch; only lengths and labels stay in memory."""
 
     def __init__(self, file: BinaryIO, vocab_size: int) -> None:
         self.dtype = np.dtype(_DTYPES[0] if vocab_size <= 2**16 else _DTYPES[1])
@@ -57,7 +57,7 @@ class TokenWriter:
         self._file = file
 
     def append(self, sequences: Sequence[NDArray[Any]], labels: Sequence[int] = ()) -> None:
-        """Adds sequences, each with its label if there are labels."""
+        """Append sequences, each with its label if there are labels."""
         assert not labels or len(labels) == len(sequences)
         self.lengths.extend(len(sequence) for sequence in sequences)
         self.labels.extend(labels)
@@ -69,16 +69,16 @@ class TokenCache:
     """A folder of token stores.
 
     Args:
-        folder: `data.cache_dir`; auto is a folder of the user's own.
+        folder: `data.cache_dir`; auto: a folder in the user's home.
     """
 
     def __init__(self, folder: str | Path = "auto") -> None:
         self.folder = Path.home() / ".cache" / "frameworm" if folder == "auto" else Path(folder).expanduser()
 
     def content_hash(self, files: Sequence[Path], root: Path) -> str:
-        """Hash of the files' names below `root` and contents.
+        """Hash the contents of the files and their names relative to `root`.
 
-        The answer is remembered for the sizes and times of the files, so that unchanged files are not read twice.
+        The result is cached by the files' sizes and times, so that unchanged files are not read twice.
         """
         seen = hashlib.sha256()
         for path in files:
@@ -91,7 +91,7 @@ class TokenCache:
         if isinstance(known, str):
             return known
         content = hash_files(files, root)
-        # Without the note the next start reads the files again, which is no reason to fail.
+        # Failing to cache it only means that the next start reads the files again.
         with contextlib.suppress(OSError), self.lock("index"):
             index = {**self._read_index(), seen.hexdigest(): content}
             with replacing(self.folder / _INDEX) as file:
@@ -99,14 +99,14 @@ class TokenCache:
         return content
 
     def get(self, key: str) -> TokenStore | None:
-        """The store of that key, if it is there and whole."""
+        """The store with that key; None if it is missing or incomplete."""
         try:
             return open_store(self.folder / key)
         except (OSError, ValueError):
             return None
 
     def get_or_build(self, key: str, build: Callable[[Path], None]) -> TokenStore:
-        """Opens a store, making it first if need be.
+        """Open a store, building it first if necessary.
 
         Args:
             key: Name of the store, from `store_key`.
@@ -136,13 +136,13 @@ class TokenCache:
 
     @contextlib.contextmanager
     def lock(self, name: str) -> Iterator[bool]:
-        """Waits for the lock of that name; false where the file system has no locks."""
+        """Hold the lock of that name; yields False if the file system has no locks."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with os.fdopen(open_to_append(self.folder / f"{name}.lock"), "ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError:
-                # Two builders then do the work twice; the rename keeps the result whole.
+                # Two processes may then both build the store; the rename keeps the result whole.
                 yield False
             else:
                 yield True
@@ -154,11 +154,11 @@ class TokenCache:
             folder.chmod(0o755)
             build(folder)
             if target.exists():
-                shutil.rmtree(target)  # whoever has it mapped keeps it
+                shutil.rmtree(target)  # processes that have it mapped keep their data
             try:
                 folder.rename(target)
             except OSError:
-                if self.get(key) is None:  # else another builder came first, where there are no locks
+                if self.get(key) is None:  # otherwise another builder finished first, for lack of locks
                     raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -172,7 +172,7 @@ class TokenCache:
 
 
 def store_key(*parts: str) -> str:
-    """Name of the store made from these parts: content, tokenizer, reader."""
+    """Name of the store built from these parts: content, tokenizer, reader."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
@@ -192,11 +192,11 @@ def hash_files(files: Sequence[Path], root: Path) -> str:
 
 
 def write_store(folder: Path, meta: dict[str, Any], fill: Callable[[TokenWriter], None]) -> None:
-    """Writes the files of a store.
+    """Write the files of a store.
 
     Args:
         folder: An empty folder.
-        meta: What to keep beside the tokens; `vocab_size` decides how wide a token is.
+        meta: Stored with the tokens; its `vocab_size` decides the width of a token.
         fill: Appends all sequences to the writer it is given.
     """
     with (folder / "tokens.bin").open("wb") as file:
@@ -216,11 +216,11 @@ def write_store(folder: Path, meta: dict[str, Any], fill: Callable[[TokenWriter]
 
 
 def open_store(folder: Path) -> TokenStore:
-    """Maps a store into memory.
+    """Map a store into memory.
 
     Raises:
         OSError: A file is missing.
-        ValueError: A file is not what meta.json says.
+        ValueError: A file does not match meta.json.
     """
     meta = read_json(folder / "meta.json")
     if not isinstance(meta, dict) or not isinstance(meta.get("file_bytes"), dict):
@@ -228,10 +228,10 @@ def open_store(folder: Path) -> TokenStore:
     for name in _FILES:
         if (folder / name).stat().st_size != meta["file_bytes"].get(name):
             raise ValueError(f"{folder / name} is not as long as when it was written")
-    if meta.get("dtype") not in _DTYPES:  # mapped as objects, the file's bytes would be addresses
+    if meta.get("dtype") not in _DTYPES:  # with an object dtype the file's bytes would be used as pointers
         raise ValueError(f"{folder / 'meta.json'} does not describe a token store")
     dtype = np.dtype(meta["dtype"])
-    # np.asarray takes off the memmap class, whose bookkeeping makes small reads several times slower.
+    # np.asarray drops the memmap class, whose bookkeeping makes small reads several times slower.
     tokens = (
         np.asarray(np.memmap(folder / "tokens.bin", dtype=dtype, mode="r")) if meta["tokens"] else np.empty(0, dtype)
     )

@@ -1,8 +1,9 @@
 """A data set that needs no files: short texts about four topics, written by a seeded random process.
 
-It is made to be worth training on. Topics share words, texts differ widely in length, and many texts speak of two
-topics: a link word between the opening clause and the rest says which of the two the text is about. A model that only
-counts words cannot use the link, one that sees order can. A few labels are wrong on purpose, so nothing reaches 100%.
+It is designed to be worth training on. Topics share words, texts differ widely in length, and many texts mention two
+topics: a link word between the opening clause and the rest says which of them the text is about. A model that only
+counts words cannot use the link; one that sees word order can. A few labels are wrong on purpose, so that no model
+reaches 100%.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TWO_TOPIC_SHARE = 0.4
 LABEL_NOISE = 0.02
 STRAY_TOPIC_WORD_SHARE = 0.01
 
-# Words that two topics share (season, market, pitch, cold, ...) stand in both lists.
+# Words that two topics share (season, market, pitch, cold, ...) are in both lists.
 TOPIC_WORDS: dict[str, str] = {
     "sport": "match goal team coach player league score season stadium pitch striker keeper referee trophy final race "
     "runner sprint marathon medal champion tennis serve court boxing round bout punch swim pool relay record training "
@@ -64,13 +65,13 @@ FILLER_WORDS = COMMON_WORDS.split()
 
 
 def identity(seed: int, split: Literal["train", "val"]) -> str:
-    """What stands for the content of a split, as a file's hash does elsewhere."""
+    """Identifies the content of a split, as a file's hash does for other data sets."""
     samples = TRAINING_SAMPLES if split == "train" else VALIDATION_SAMPLES
     return f"generated:{GENERATOR_VERSION}:{seed}:{split}:{samples}"
 
 
 def generate(seed: int, split: Literal["train", "val"]) -> tuple[list[str], list[int]]:
-    """Writes one split.
+    """Generate one split.
 
     Args:
         seed: The same seed gives the same texts on every machine.
@@ -87,7 +88,7 @@ def generate(seed: int, split: Literal["train", "val"]) -> tuple[list[str], list
 class _Writer:
     """Draws texts from one stream of random numbers.
 
-    Only `Random.random` is used: its stream is the one that Python promises to keep.
+    Only `Random.random` is used: its sequence is the only one that Python guarantees across versions.
     """
 
     def __init__(self, stream: random.Random) -> None:
@@ -117,7 +118,7 @@ class _Writer:
         return min(max(round(math.exp(3.0 + 0.65 * normal)), SHORTEST_WORDS), LONGEST_WORDS)
 
     def _clause(self, length: int, topic: int) -> list[str]:
-        """Filler words with two words of the topic among the first ten, and now and then a stray one."""
+        """Filler words with two topic words among the first ten, and an occasional stray topic word."""
         words = [self._filler() for _ in range(length)]
         for position in self._two_of(min(length, 10)):
             words[position] = self._pick(self._topic_words[topic])
@@ -130,7 +131,7 @@ class _Writer:
         return FILLER_WORDS[min(bisect.bisect(self._filler_cumulative, place), len(FILLER_WORDS) - 1)]
 
     def _integer(self, low: int, high: int) -> int:
-        """Both ends included."""
+        """A random integer from `low` to `high`, both included."""
         return low + int(self._uniform() * (high - low + 1))
 
     def _two_of(self, count: int) -> tuple[int, int]:

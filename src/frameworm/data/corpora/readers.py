@@ -1,6 +1,6 @@
-"""Readers of text data sets: where the files are is found first, what is in them is read only when asked for.
+"""Readers of text data sets: files are located first and read only on demand.
 
-Finding costs a directory listing. Whoever has the tokens of a split already (`cache`) never reads its text.
+Locating them costs a directory listing. If the tokens of a split are cached (`cache`), its texts are never read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from frameworm.records.reading import open_plain
 READER_VERSION = 1
 DATASETS = ("generated", "ag_news", "imdb", "text", "hf:NAME")
 
-_HUB_VERSION = 4  # of the datasets package: the first that runs no script of a data set
+_HUB_VERSION = 4  # of the datasets package: the first that does not run scripts of a data set
 
 AG_NEWS_CLASSES = ("World", "Sports", "Business", "Sci/Tech")
 IMDB_CLASSES = ("neg", "pos")
@@ -40,7 +40,7 @@ _GET_TEXT = "set data.root to a UTF-8 text file or to a folder of .txt files"
 
 @dataclass(frozen=True)
 class Samples:
-    """The texts of a split; `labels` is None where there are none."""
+    """The texts of a split; `labels` is None if it has none."""
 
     texts: list[str]
     labels: list[int] | None
@@ -48,17 +48,17 @@ class Samples:
 
 @dataclass(frozen=True)
 class Split:
-    """One part of a corpus: what it consists of, and how to read it."""
+    """One split of a corpus: its files, and how to read them."""
 
     read: Callable[[], Samples]
     files: tuple[Path, ...] = ()
     root: Path = Path()
-    identity: str = ""  # stands for the content where there are no files
+    identity: str = ""  # identifies the content if there are no files
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A data set that was found but not read."""
+    """A data set that has been located but not read."""
 
     name: str
     train: Split
@@ -67,16 +67,16 @@ class Corpus:
 
 
 def find_corpus(dataset: str, root: str | None, seed: int = 0) -> Corpus:
-    """Finds a data set without reading it.
+    """Locate a data set without reading it.
 
     Args:
         dataset: One of `DATASETS`.
-        root: Folder (for `text` also a file) that holds it; not used by `generated` and `hf:`.
+        root: Folder that holds it (or a file, for `text`); not used by `generated` and `hf:`.
         seed: Seed of the generated data set.
 
     Raises:
-        ConfigError: No data set has that name.
-        DataError: The files are not there.
+        ConfigError: There is no data set of that name.
+        DataError: Its files are missing.
     """
     if dataset == "generated":
         return _generated(seed)
@@ -122,7 +122,7 @@ def _read_ag_news(path: Path) -> Samples:
     labels: list[int] = []
     for line, row in _rows(path):
         if line == 1 and row and row[0].strip().lower() == "class index":
-            continue  # some copies on the web were given a header
+            continue  # some copies on the web have a header
         if len(row) != 3:
             raise DataError(f"{path}:{line}: expected 3 columns (class,title,description), found {len(row)}")
         if row[0].strip() not in ("1", "2", "3", "4"):
@@ -173,7 +173,7 @@ def _read_imdb_table(path: Path) -> Samples:
 
 
 def _review_split(root: Path, name: str) -> Split:
-    """The reviews of pos/ and neg/ by number, so that every prefix is balanced."""
+    """The reviews of pos/ and neg/ ordered by number, so that every prefix is balanced."""
     files: list[Path] = []
     for class_name in IMDB_CLASSES:
         found = list((root / name / class_name).glob("*.txt"))
@@ -191,7 +191,7 @@ def _review_split(root: Path, name: str) -> Split:
 
 
 def _text(root: str | None) -> Corpus:
-    """Documents without labels; files named val*, valid* or test* are the validation part."""
+    """Documents without labels; files named val*, valid* or test* form the validation split."""
     if root is None:
         raise DataError(f"text: data.root is not set; {_GET_TEXT}")
     path = Path(root).expanduser()
@@ -216,7 +216,7 @@ def _documents(files: tuple[Path, ...], root: Path) -> Split:
 
 
 def _hub(name: str) -> Corpus:
-    """A data set of the Hugging Face hub, through its own package and its own cache."""
+    """A data set of the Hugging Face hub, loaded and cached by the `datasets` package."""
     try:
         import datasets
     except ImportError:
@@ -269,7 +269,9 @@ def _hub_split(name: str, split: Any, text: str, class_names: tuple[str, ...] | 
         labels: list[int] = []
         for row, label in enumerate(split["label"]):
             if str(label) not in indices:
-                raise DataError(f"hf:{name}: row {row} has the label {label!r}, which is none of {', '.join(indices)}")
+                raise DataError(
+                    f"hf:{name}: row {row} has the label {label!r}, which is not one of {', '.join(indices)}"
+                )
             labels.append(indices[str(label)])
         return Samples(texts, labels)
 
@@ -295,7 +297,7 @@ def _first_file(folder: Path, dataset: str, names: tuple[str, ...], how_to_get: 
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Rows of a CSV file with the line they end on; blank lines are passed over."""
+    """Rows of a CSV file with the line they end on, without blank lines."""
     reader = csv.reader(io.StringIO(_read_text(path), newline=""), strict=True)
     try:
         for row in reader:
@@ -306,7 +308,7 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _read_text(path: Path) -> str:
-    """A whole file, unpacked if its name ends in .gz."""
+    """Read a whole file, unpacking it if its name ends in .gz."""
     try:
         with open_plain(path) as file:
             content = file.read()

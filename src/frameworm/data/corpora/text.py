@@ -1,4 +1,4 @@
-"""Texts as token batches: the way from a config to data sets over the token cache."""
+"""Texts as token batches: from a config to data sets over the token cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 _TEXTS_PER_CALL = 1_024
 _CHUNKS_PER_CALL = 64
 _CHARACTERS_PER_CHUNK = 2**16
-# A line break between two words: cutting there changes neither side's tokens.
+# A line break between two words: cutting there does not change the tokens on either side.
 _CUT = re.compile(r"(?<=\S)\n(?=\S)")
 
 
@@ -134,9 +134,9 @@ def _check_tokens(data: DataConfig, part: str, tokens: int, needed: int, max_seq
 def _token_stores(
     corpus: Corpus, data: DataConfig, kind: Kind, progress: Progress | None
 ) -> tuple[TokenStore, TokenStore | None]:
-    """The stores of both splits; texts are read and a tokenizer loaded only for a store that is not there."""
+    """The stores of both splits; texts and tokenizer are loaded only for a store that is missing."""
     cache = TokenCache(data.cache_dir)
-    # Training a vocabulary and tokenising both need the training texts: one reading serves them.
+    # Training a vocabulary and tokenising both need the training texts, which are read only once.
     training = dataclasses.replace(corpus.train, read=functools.cache(corpus.train.read))
     training_identity = _identity(training, cache)
     plan = plan_tokenizer(
@@ -163,10 +163,10 @@ def _identity(split: Split, cache: TokenCache) -> str:
 def _build(
     folder: Path, corpus: Corpus, split: Split, plan: TokenizerPlan, kind: Kind, progress: Progress | None
 ) -> None:
-    """Reads, tokenises and writes one split."""
+    """Read, tokenise and write one split."""
     samples = split.read()
     progress = progress or _silent
-    # Before the tokenizer, which may first have to be trained.
+    # Report progress before loading the tokenizer, which may have to be trained first.
     progress(0, _amount(samples, kind))
     tokenizer = plan.load()
     meta = {
@@ -183,7 +183,7 @@ def _build(
 
 
 def _amount(samples: Samples, kind: Kind) -> int:
-    """What progress counts: the texts of a classifier, the characters of a stream."""
+    """The total that progress counts to: texts for a classifier, characters for language modelling."""
     return len(samples.texts) if kind == "classifier" else sum(len(text) for text in samples.texts)
 
 
@@ -197,7 +197,7 @@ def _tokenise_samples(samples: Samples, tokenizer: Tokenizer, writer: TokenWrite
 
 
 def _tokenise_documents(samples: Samples, tokenizer: Tokenizer, writer: TokenWriter, progress: Progress) -> None:
-    """Every document ends with the end-of-text token, where the tokenizer has one."""
+    """Tokenise documents, ending each with the end-of-text token if the tokenizer has one."""
     total = _amount(samples, "gpt")
     done = 0
     end = np.array([] if tokenizer.end_id is None else [tokenizer.end_id], dtype=np.uint32)
@@ -215,7 +215,7 @@ def _tokenise_documents(samples: Samples, tokenizer: Tokenizer, writer: TokenWri
 
 
 def _chunks(text: str) -> Iterator[tuple[str, bool]]:
-    """A document in pieces, so that a huge file is not encoded in one go; true with the last one."""
+    """Split a document into pieces, so that a huge file is not encoded at once; True marks the last piece."""
     start = 0
     while len(text) - start > _CHARACTERS_PER_CHUNK:
         cut = _CUT.search(text, start + _CHARACTERS_PER_CHUNK)

@@ -1,4 +1,4 @@
-"""Data sets over a token store: labelled texts, and blocks of a stream; both assemble whole batches at once."""
+"""Data sets over a token store: labelled texts, and fixed-length blocks; both assemble whole batches at once."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from frameworm.data.corpora.cache import TokenStore
 
 @dataclass(frozen=True)
 class Packing:
-    """What packed batches are made from: sample i is `tokens[starts[i] : starts[i] + lengths[i]]`.
+    """What packed batches are built from: sample i is `tokens[starts[i] : starts[i] + lengths[i]]`.
 
     A data set whose samples can be laid end to end has a method `packing()` that returns this.
 
     Attributes:
         tokens: Token ids of all samples.
         starts: Where each sample begins.
-        lengths: Its tokens, none more than `max_seq_len`.
-        labels: Its class.
-        pad_id: What fills the rest of a batch.
-        max_seq_len: The longest sequence the model takes.
+        lengths: Tokens of each sample, at most `max_seq_len`.
+        labels: Class of each sample.
+        pad_id: Token that fills the rest of a batch.
+        max_seq_len: The longest sequence the model accepts.
     """
 
     tokens: NDArray[Any]
@@ -39,7 +39,7 @@ class Packing:
     max_seq_len: int
 
     def of(self, indices: NDArray[Any]) -> Packing:
-        """The same for some of the samples, in that order."""
+        """The packing of a subset of the samples, in the given order."""
         return Packing(
             self.tokens,
             self.starts[indices],
@@ -51,17 +51,18 @@ class Packing:
 
 
 class TextDataset(Dataset[dict[str, Tensor]]):
-    """Labelled texts, put together to batches without a Python loop over the samples.
+    """Labelled texts, batched without a Python loop over the samples.
 
     Args:
         store: Tokens and labels.
-        max_seq_len: Longer texts are cut.
-        pad_to: A batch is as wide as its longest text, or always `max_seq_len`.
-        limit: Only the first n samples.
-        width_step: Widths are multiples of this (or `max_seq_len`), for whatever wants few different shapes.
+        max_seq_len: Longer texts are truncated.
+        pad_to: Whether a batch is as wide as its longest text or always `max_seq_len`.
+        limit: Use only the first n samples.
+        width_step: Round widths up to a multiple of this (or to `max_seq_len`), to get few different shapes.
     """
 
     assembles_batches = True
+    reads_longest = True  # honours `MicroBatch.longest`, the longest text of all ranks
 
     def __init__(
         self,
@@ -101,11 +102,11 @@ class TextDataset(Dataset[dict[str, Tensor]]):
         """A finished batch: `input_ids` [batch, width], `lengths` [batch], `labels` [batch], all int64."""
         chosen = np.asarray(indices, dtype=np.int64)
         lengths = self.token_lengths[chosen]
-        # Where each real token of the batch lies in the stream, all samples one after another.
+        # Where each real token of the batch lies in the token array, sample after sample.
         ends = np.cumsum(lengths)
         places = np.repeat(self._store.offsets[chosen] - ends + lengths, lengths)
         places += np.arange(len(places))
-        width = self.padded_length(lengths)
+        width = max(self.padded_length(lengths), self.padded_length(np.array([getattr(indices, "longest", 0)])))
         input_ids = np.full((len(chosen), width), self.pad_id, dtype=np.int64)
         input_ids[self._columns[:width] < lengths[:, None]] = self._store.tokens[places]
         return {
@@ -115,43 +116,43 @@ class TextDataset(Dataset[dict[str, Tensor]]):
         }
 
     def padded_length(self, lengths: NDArray[Any]) -> int:
-        """Width of a batch of texts of these lengths."""
+        """Width of a batch of texts with these lengths."""
         return int(self.padded_lengths(lengths.max(initial=1)))
 
     def padded_lengths(self, longest: NDArray[Any]) -> NDArray[Any]:
-        """Widths of batches by their longest texts."""
+        """Widths of batches given their longest texts."""
         if self.pad_to == "max":
             return np.full_like(longest, self.max_seq_len)
         return longest if self._widths is None else self._widths[np.searchsorted(self._widths, longest)]
 
     def with_widths(self, widths: Sequence[int] | NDArray[Any]) -> TextDataset:
-        """The same texts in batches of these widths only; they rise and the last takes the longest text."""
+        """The same texts in batches of these widths only; they ascend, and the last fits the longest text."""
         view = copy.copy(self)
         view._widths = np.asarray(widths, dtype=np.int64)
         assert view._widths[-1] >= self.token_lengths.max(initial=1)
         return view
 
     def with_width_step(self, width_step: int) -> TextDataset:
-        """The same texts in batches whose widths are multiples of a number."""
+        """The same texts in batches whose widths are multiples of `width_step`."""
         view = copy.copy(self)
         view._widths = _multiples(width_step, self.max_seq_len)
         return view
 
     def packing(self) -> Packing:
-        """What packed batches are made from."""
+        """What packed batches are built from."""
         starts = self._store.offsets[: len(self)]
         return Packing(self._store.tokens, starts, self.token_lengths, self.labels, self.pad_id, self.max_seq_len)
 
 
 class TokenBlocks(Dataset[dict[str, Tensor]]):
-    """A stretch of a token stream, cut into blocks with their next-token targets.
+    """A range of a token array, cut into blocks with their next-token targets.
 
     Args:
-        store: The stream.
+        store: The tokens.
         max_seq_len: Tokens per block.
-        start: First token of the stretch.
-        stop: End of the stretch; its last token is a target only.
-        limit: Only the first n blocks.
+        start: First token of the range.
+        stop: End of the range; its last token is only a target.
+        limit: Use only the first n blocks.
     """
 
     assembles_batches = True
@@ -188,12 +189,12 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
         }
 
     def padded_length(self, lengths: NDArray[Any]) -> int:
-        """Blocks are full."""
+        """The width of every batch: blocks are full."""
         return self.max_seq_len
 
 
 def _multiples(step: int, longest: int) -> NDArray[np.int64] | None:
-    """Multiples of a step up to the longest text; None where every width will do."""
+    """Multiples of a step up to the longest text; None if any width is allowed."""
     if step <= 1:
         return None
     return np.append(np.arange(step, longest, step), longest)

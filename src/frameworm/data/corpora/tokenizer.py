@@ -1,7 +1,7 @@
 """Tokenizers: from files, from bytes, or trained once on the training texts.
 
 A plan comes first: it knows what the tokens will depend on (`identity`) without loading or training anything, so that
-cached tokens are found at no cost. No special tokens are put around a text: the classifier averages over its tokens and
+looking up cached tokens is cheap. No special tokens are put around a text: the classifier averages over its tokens and
 has no use for [CLS] or [SEP]; language modelling puts one end-of-text token between documents.
 """
 
@@ -27,7 +27,7 @@ from frameworm.records.atomic import replacing
 Kind = Literal["classifier", "gpt"]
 
 TRAINER_VERSION = 1
-# Characters beyond these become [UNK]; with both forms (first in a word or not) they take at most half a vocabulary.
+# Rarer characters become [UNK]; with both forms (word-initial or not) the rest take at most half the vocabulary.
 _LARGEST_ALPHABET = 1_000
 _PAIRS = {"encoder.json": "vocab.bpe", "vocab.json": "merges.txt"}
 _ACCEPTED = (
@@ -40,30 +40,30 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     pad_id: int
-    end_id: int | None  # put between documents; None: documents follow one another
+    end_id: int | None  # put between documents; None: documents are simply concatenated
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Tokens of each text; a text without any gets one token that stands for the unknown."""
+        """Tokens of each text; an empty text gets one token, for unknown text."""
         ...
 
 
 @dataclass(frozen=True)
 class TokenizerPlan:
-    """Which tokenizer it will be, and how to get it."""
+    """Identifies the tokenizer that will be used, and can load it."""
 
     identity: str
     load: Callable[[], Tokenizer]
 
 
 class ByteTokenizer:
-    """UTF-8 bytes, and one end-of-text token that also pads."""
+    """UTF-8 bytes, and one end-of-text token that is also used for padding."""
 
     vocab_size = 257
     pad_id = 256
     end_id: int | None = 256
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Bytes of each text; an empty one gets the end-of-text token."""
+        """The bytes of each text; an empty text gets the end-of-text token."""
         encoded = (np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint32) for text in texts)
         return [tokens if len(tokens) else np.array([self.end_id], dtype=np.uint32) for tokens in encoded]
 
@@ -84,7 +84,7 @@ class SubwordTokenizer:
         self._encode_batch = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Tokens of each text; one without tokens gets the unknown token."""
+        """Tokens of each text; an empty text gets the unknown token."""
         encodings = self._encode_batch(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids or [self._unknown_id], dtype=np.uint32) for encoding in encodings]
 
@@ -102,36 +102,36 @@ def plan_tokenizer(
     vocab_size: int,
     cache: TokenCache,
 ) -> TokenizerPlan:
-    """Decides which tokenizer `data.tokenizer` means.
+    """Decide which tokenizer `data.tokenizer` means.
 
     Args:
         spec: `auto`, `bytes`, a file, or a folder that holds the files of one tokenizer.
         kind: What the tokens are for; `auto` is WordPiece for a classifier and bytes for gpt.
-        training_identity: Stands for the content of the training texts.
+        training_identity: Identifies the content of the training texts.
         training_texts: Reads them, if a vocabulary has to be trained.
         vocab_size: Size of a trained vocabulary.
-        cache: Where a trained tokenizer is kept and hashes of files are remembered.
+        cache: Stores trained tokenizers and hashes of files.
 
     Raises:
-        DataError: The file is missing or of no known kind. What is in it is looked at only when the plan is loaded.
+        DataError: The file is missing or of no known kind. Its content is only read when the plan is loaded.
     """
     if spec == "bytes" or (spec == "auto" and kind == "gpt"):
         return TokenizerPlan("bytes:1", ByteTokenizer)
     if spec == "auto":
-        # Another version of the package may draw another vocabulary from the same texts.
+        # Another version of the package may train another vocabulary on the same texts.
         made_with = f"{TRAINER_VERSION}:{version('tokenizers')}"
         identity = f"wordpiece:{made_with}:{vocab_size}:{training_identity}"
         load = functools.partial(_trained, identity, training_texts, vocab_size, cache)
         return TokenizerPlan(identity, load)
     files = _tokenizer_files(Path(spec).expanduser())
-    # The file's kind is in its name, so the name is part of the identity.
+    # The file name tells its kind, so the name is part of the identity.
     return TokenizerPlan(f"file:{cache.content_hash(files, files[0].parent)}", functools.partial(_from_files, files))
 
 
 def load_tokenizer(
     spec: str, kind: Kind, training_texts: Sequence[str], vocab_size: int, cache_dir: str | Path = "auto"
 ) -> Tokenizer:
-    """Loads, or trains on texts at hand, the tokenizer that `data.tokenizer` means; see `plan_tokenizer`."""
+    """Load the tokenizer that `data.tokenizer` means, or train it on the given texts; see `plan_tokenizer`."""
     digest = hashlib.sha256()
     for text in training_texts:
         digest.update(f"{len(text)}:{text}".encode("utf-8", "surrogatepass"))
@@ -146,11 +146,11 @@ def load_tokenizer(
 
 
 def train_wordpiece(texts: Sequence[str], vocab_size: int) -> Any:
-    """Trains a lower-casing WordPiece tokenizer; the same texts give the same vocabulary.
+    """Train a lower-casing WordPiece tokenizer; the same texts give the same vocabulary.
 
-    The trainer of the package numbers its alphabet in the order of a randomly seeded hash map, and ties between
-    equally frequent merges follow those numbers. So the alphabet is handed over in a fixed order, as special tokens,
-    and the tokenizer is put together anew from the vocabulary, in which they are ordinary pieces.
+    The package's trainer numbers its alphabet in the order of a randomly seeded hash map, and ties between equally
+    frequent merges follow those numbers. So the alphabet is passed in a fixed order, as special tokens, and the
+    tokenizer is rebuilt from the vocabulary, in which they are ordinary pieces.
     """
     from tokenizers import trainers
 
@@ -176,7 +176,7 @@ def train_wordpiece(texts: Sequence[str], vocab_size: int) -> Any:
 def _trained(
     identity: str, training_texts: Callable[[], Sequence[str]], vocab_size: int, cache: TokenCache
 ) -> Tokenizer:
-    """The trained tokenizer from the cache, or trained now and put there."""
+    """The trained tokenizer from the cache; if it is not there, train and store it."""
     from tokenizers import Tokenizer as Backend
 
     path = cache.folder / f"{store_key(identity)}.tokenizer.json"
@@ -205,7 +205,7 @@ def _trained(
 
 
 def _tokenizer_files(path: Path) -> tuple[Path, ...]:
-    """The files of the tokenizer at a path, by their names."""
+    """Find the files of the tokenizer at a path by their names."""
     if path.is_dir():
         candidates = [*path.glob("*tokenizer.json"), *path.glob("*vocab.txt")]
         for vocabulary, merges in _PAIRS.items():
@@ -230,7 +230,7 @@ def _tokenizer_files(path: Path) -> tuple[Path, ...]:
 
 
 def _beside(path: Path, vocabulary: str, merges: str) -> Path:
-    """gpt2-encoder.json belongs to gpt2-vocab.bpe."""
+    """The merges file of a vocabulary file: gpt2-vocab.bpe for gpt2-encoder.json."""
     return path.with_name(path.name.removesuffix(vocabulary) + merges)
 
 
@@ -251,7 +251,7 @@ def _from_files(files: tuple[Path, ...]) -> Tokenizer:
         return SubwordTokenizer(backend)
     except DataError:
         raise
-    except Exception as error:  # the package raises plain Exception for whatever it cannot parse
+    except Exception as error:  # the package raises plain Exception for anything it cannot parse
         reason = str(error).strip().partition("\n")[0]
         raise DataError(
             f"data.tokenizer: {' and '.join(map(str, files))} cannot be read as a tokenizer ({reason})"

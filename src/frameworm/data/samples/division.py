@@ -1,7 +1,7 @@
-"""How the readers of a stream, workers of ranks, divide it: each sample is read into one batch of one of them.
+"""How the readers of a stream (the workers of all ranks) divide it, so that each sample ends up in exactly one batch.
 
-A data set may divide itself, by rank, by worker, or both; or hand out shards; or do neither, and its readers take
-turns. What it does is found by reading copies of its first samples as different readers would, and comparing.
+A data set may divide itself by rank, by worker or both; it may offer shards; or it does neither, and its readers take
+turns. Its behaviour is found by reading the first samples of copies as different readers would, and comparing them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch.utils.data import DataLoader, IterableDataset
 from frameworm.data.samples.reader import NOT_COPIED, Told, first_samples, keeps_its_place, shards_of
 from frameworm.errors import DataError
 
-LOOKED_AT = 16  # samples of each reader
+LOOKED_AT = 16  # samples read per reader
 T = TypeVar("T")
 Way = Literal["turns", "shards", "workers", "readers"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one reader reads: its turns in a data set that some others read too.
+    """What one reader reads: its turns in a data set that it may share with other readers.
 
     Attributes:
         dataset: The data set, or a shard of it.
         rank: This rank's turn among `ranks`, sample by sample.
-        ranks: How many take turns.
+        ranks: Ranks that take turns.
         worker: This worker's turn among `workers`, batch by batch.
-        workers: How many take turns.
-        told: The worker that the data set takes this reader for; None: the loop's own process.
+        workers: Workers that take turns.
+        told: The worker that this reader appears as to the data set; None: the main process.
     """
 
     dataset: Any
@@ -52,13 +52,13 @@ class Division:
         world_size: Number of processes.
         workers: Readers in each process, at least one.
         own_ranks: The data set gives each rank samples of its own.
-        way: turns: readers take turns; shards: each reads shards of its own, or takes turns with others at one;
-            workers: the data set divides itself among the workers of a rank; readers: among all readers.
-        shards: Shards that the data set hands out.
-        own_workers: The data set gives each worker of a loader samples of its own, by itself.
-        too_few: It would, but some would get nothing.
-        places: Its state brings a reader back to exactly where it was.
-        note: What else the user should know.
+        way: turns: readers take turns; shards: each reads its own shards, or shares one with others in turns; workers:
+            the data set divides itself among the workers of a rank; readers: among all readers.
+        shards: Shards that the data set offers.
+        own_workers: The data set gives each worker of a loader samples of its own.
+        too_few: It divides itself among workers, but some would get nothing.
+        places: Its saved state brings a reader back to exactly the same position.
+        note: Anything else the user should know.
     """
 
     rank: int = 0
@@ -74,30 +74,30 @@ class Division:
 
     @property
     def readers(self) -> int:
-        """All readers."""
+        """Number of readers over all ranks."""
         return self.world_size * self.workers
 
     @property
     def as_it_is(self) -> bool:
-        """Whether a torch loader, which divides nothing, reads each sample once."""
+        """Whether a plain torch loader, which divides nothing, would read each sample once."""
         return (self.own_ranks or self.world_size == 1) and (self.own_workers or self.workers == 1)
 
     @property
     def one_order(self) -> bool:
-        """Whether samples come in one order for any number of readers."""
+        """Whether the order of samples is the same for any number of readers."""
         alone = self.world_size == 1 or not self.own_ranks
         return alone and self.shards == 1 and (self.way in ("turns", "shards") or self.readers == 1)
 
     def part(self, dataset: Any, worker: int) -> Part:
-        """What a worker of this rank reads."""
+        """The part that a worker of this rank reads."""
         rank, ranks = (0, 1) if self.own_ranks else (self.rank, self.world_size)
         if self.way == "workers":
             return Part(dataset, rank, ranks, told=(worker, self.workers) if self.workers > 1 else None)
-        if self.way == "readers":  # numbered across the ranks, so that those that get nothing are spread over them
+        if self.way == "readers":  # numbered across ranks, so that readers without samples are spread over them
             return Part(dataset, told=(worker * ranks + rank, self.workers * ranks))
         if self.way == "turns":
             return Part(dataset, rank, ranks, worker, self.workers)
-        groups = math.gcd(self.shards, ranks)  # of ranks, with as many shards in each
+        groups = math.gcd(self.shards, ranks)  # groups of ranks, with equally many shards each
         if groups > 1:
             dataset = dataset.shard(num_shards=groups, index=rank % groups)
         pieces = min(self.shards // groups, self.workers)
@@ -108,12 +108,12 @@ class Division:
 
     @property
     def reading(self) -> int:
-        """How many readers read each sample, all but one of them to leave it out."""
+        """Number of readers that read each sample; all but one of them discard it."""
         part = self.part(_Anything(), 0)
         return part.ranks * part.workers
 
     def __str__(self) -> str:
-        """The division in words; of the same words, a stopped run's readers can go on where they were."""
+        """The division as text; with the same text, a resumed run's readers can continue from saved positions."""
         if self.one_order:
             return "turns"
         ways = {
@@ -126,7 +126,7 @@ class Division:
         return f"{ways[self.way]}{own}, {_readers(self.world_size, self.workers)}"
 
     def describe(self) -> str | None:
-        """A sentence for the log; None where there is one reader."""
+        """A sentence for the log; None if there is only one reader."""
         if self.readers == 1:
             return None
         who = _readers(self.world_size, self.workers)
@@ -172,19 +172,19 @@ def divide(
     context: Any = None,
     processes: int = 0,
 ) -> Division:
-    """Find out how a data set is to be divided; ranks that are connected must all call it.
+    """Find out how to divide a data set; ranks that are connected must all call it.
 
     Args:
-        dataset: An iterable one. `shards_itself` says what it does: True, it gives each reader samples of its own;
-            False, it does not.
+        dataset: An iterable data set. Its attribute `shards_itself`, if any, says whether it gives each reader samples
+            of its own.
         rank: This process.
         world_size: Number of processes.
         workers: Readers in each process.
-        seed: Of what is drawn while looking.
+        seed: Seed of random draws during the test.
         own_ranks: The ranks are known to have samples of their own.
-        own_workers: So are the workers.
-        context: How loader processes are started, as a torch loader takes it.
-        processes: How many there are.
+        own_workers: The workers are known to have samples of their own.
+        context: How worker processes are started, as a torch loader takes it.
+        processes: Number of worker processes.
 
     Raises:
         DataError: It cannot be divided so that each sample is read once.
@@ -205,7 +205,7 @@ def divide(
     every = _gathered((views, steady, keeps_its_place(dataset, seed), (shards, workers)), alone)
     seen, steadies, placed, numbers = (list(item) for item in zip(*every))
     alike = len(set(numbers)) == 1
-    by_worker = all(steadies) and all(item and item[1] != item[2] for item in seen)  # or ranks would part ways below
+    by_worker = all(steadies) and all(item and item[1] != item[2] for item in seen)  # must agree on all ranks
     found_own, note = _compared(dataset, seen, all(steadies))
     own_ranks = own_ranks or found_own
     empty = [number for number, item in enumerate(seen) if found_own and isinstance(item[0][0], str)]
@@ -240,10 +240,10 @@ def divide(
 
 
 def has_own_batches(source: Any, world_size: int, seed: int) -> tuple[bool, str | None]:
-    """Whether an iterable of batches, or a function that returns one, yields others on each rank, and what is unsure.
+    """Whether an iterable of batches, or a function that returns one, yields other batches on each rank; and a note.
 
     Raises:
-        DataError: Some ranks yield the same, others do not.
+        DataError: Some ranks read the same batches, others do not.
     """
     declared = getattr(source, "shards_itself", None)
     if world_size == 1 or declared is not None:
@@ -254,11 +254,11 @@ def has_own_batches(source: Any, world_size: int, seed: int) -> tuple[bool, str 
 
 
 def _compared(source: Any, seen: list[list[list[int | str]]], steady: bool) -> tuple[bool, str | None]:
-    """Whether ranks see samples of their own, from what each has seen; and what the user should know about that."""
+    """Compare the samples seen by each rank: whether ranks have their own, and what the user should know about it."""
     if len(seen) > 1 and any(NOT_COPIED in view for item in seen for view in item):
         once = isinstance(source, Iterator)
         return False, (
-            f"{_kind(source)} cannot be copied, so nobody has looked whether ranks have their own: if they do, "
+            f"{_kind(source)} cannot be copied, so it is not known whether each rank has its own samples: if so, "
             + ("pass a function that makes it." if once else "say so by shards_itself = True.")
         )
     if not steady:
@@ -285,7 +285,7 @@ def _compared(source: Any, seen: list[list[list[int | str]]], steady: bool) -> t
 
 
 class _First(IterableDataset[list[int | str]]):
-    """What a process that reads a data set gets first."""
+    """Yields the first samples that a process gets from a data set."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._read = (dataset, seed, None, LOOKED_AT)
@@ -295,7 +295,7 @@ class _First(IterableDataset[list[int | str]]):
 
 
 def _seen_in_a_process(dataset: Any, seed: int, context: Any) -> list[int | str]:
-    """`first_samples` as a loader process reads them; one that does not fork begins without a process group."""
+    """`first_samples` read in a worker process, which has no process group unless it was forked."""
     loader = DataLoader(_First(dataset, seed), batch_size=None, num_workers=1, multiprocessing_context=context)
     return list(next(iter(loader)))
 
@@ -309,7 +309,7 @@ def _kind(dataset: Any) -> str:
 
 
 def _gathered(value: T, alone: bool) -> list[T]:
-    """What each rank found, in order of rank; only this rank's own where they are not connected."""
+    """The values of all ranks, in rank order; only this rank's if they are not connected."""
     if alone or not (dist.is_available() and dist.is_initialized()):
         return [value]
     found: list[Any] = [None] * dist.get_world_size()

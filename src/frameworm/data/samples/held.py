@@ -1,4 +1,4 @@
-"""Random generators and counters that belong to a loader, found by walking what it holds, whatever its classes."""
+"""Random generators and counters inside a loader, found by walking its objects, whatever their classes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
+from frameworm.torch_private.loaders import LIVE_ATTRIBUTES
+
 MOST_OBJECTS = 20_000
-MOST_ITEMS = 256  # looked at in one list or dict: a data set may hold millions of file names
+MOST_ITEMS = 256  # visited per list or dict: a data set may hold millions of file names
 _PLAIN = (bool, int, float, str, type(None))
 _LEAVES = (complex, bytes, bytearray, torch.Tensor, np.ndarray, np.generic, torch.dtype, torch.device)
-# What threads and processes are at: set to what it was in another process, a semaphore would let too many pass.
+# Objects of running threads and processes: restoring a semaphore's count, for example, would let too many threads pass.
 _RUNNING = ("_queue", "_thread", "asyncio", "concurrent", "multiprocessing", "queue", "subprocess", "threading")
 _CODE = (types.ModuleType, type, types.CodeType, types.BuiltinFunctionType)
-# Of torch's loader itself: its live iterator, and what it starts processes with.
-_SKIPPED = ("_iterator", "_DataLoader__multiprocessing_context", "_DataLoader__initialized")
 
 
 def is_generator(value: Any) -> bool:
@@ -39,7 +39,7 @@ def _package_of(value: Any) -> str:
 
 
 def process_generators() -> dict[str, Any]:
-    """The generators behind the functions of `random`, `numpy.random` and `torch` (CPU) in this process."""
+    """The generators behind the module functions of `random`, `numpy.random` and `torch` (CPU) in this process."""
     return {"python": random._inst, "numpy": mtrand._rand, "torch": torch.default_generator}
 
 
@@ -56,7 +56,7 @@ def read_state(generator: Any) -> dict[str, Any]:
 
 
 def write_state(generator: Any, state: dict[str, Any]) -> bool:
-    """Set a generator to what `read_state` gave; false if that was another kind of generator."""
+    """Set a generator to a state from `read_state`; False if the state is of another kind of generator."""
     try:
         if isinstance(generator, torch.Generator):
             generator.set_state(state["torch"])
@@ -73,7 +73,7 @@ def write_state(generator: Any, state: dict[str, Any]) -> bool:
 
 
 def reseed(generator: Any, seed: int) -> None:
-    """Let a generator draw what follows from a seed."""
+    """Seed any kind of generator."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, random.Random):
@@ -85,10 +85,10 @@ def reseed(generator: Any, seed: int) -> None:
 
 
 class Held:
-    """Generators and counters inside some objects.
+    """The generators and counters inside some objects.
 
-    A counter is a number or text that is an attribute and has changed since this was made: a sampler that counts its
-    epochs is at the same place again only with the same count.
+    A counter is an attribute with a plain value that has changed since this object was made: a sampler that counts its
+    epochs, for example, only draws the same order again with the same count.
 
     Args:
         roots: The objects, by name.
@@ -99,7 +99,7 @@ class Held:
         self._first = self.walk().attributes
 
     def walk(self) -> Walk:
-        """Find everything that is held now."""
+        """Find everything that the objects hold now."""
         return Walk(self._roots)
 
     def capture(self) -> dict[str, Any]:
@@ -109,18 +109,18 @@ class Held:
         return {"generators": states, "counters": self.counters(walk)}
 
     def counters(self, walk: Walk) -> dict[str, Any]:
-        """The counters that have changed, among what a walk has found."""
+        """The counters that have changed, among the attributes found by a walk."""
         return {path: value for path, value in walk.read() if self._first.get(path, walk) != value}
 
     def restore(self, saved: Mapping[str, Any]) -> list[str]:
-        """Set everything to what `capture` gave; returns the names of what is not there or of another kind."""
+        """Restore what `capture` returned; returns the names of generators that are missing or of another kind."""
         walk = self.walk()
         for path, value in saved["counters"].items():
             walk.set(path, value)
         missing = []
         for path, state in saved["generators"].items():
             generator = walk.generators.get(path)
-            if generator is None:  # made when it is first needed, perhaps
+            if generator is None:  # may be created on first use
                 generator = _made(state)
                 if not walk.set(path, generator, only_empty=True):
                     missing.append(path)
@@ -130,12 +130,12 @@ class Held:
 
 
 class Walk:
-    """What is found by following the attributes and items of some objects, nearest first."""
+    """Objects found by following the attributes and items of some roots, breadth first."""
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self.generators: dict[str, Any] = {}
         self.attributes: dict[str, Any] = {}
-        self.visited: list[Any] = []  # all objects but plain values
+        self.visited: list[Any] = []  # all objects except plain values
         self._owners: dict[str, Any] = {}
         seen: set[int] = set()
         todo = deque(roots.items())
@@ -175,17 +175,19 @@ class Walk:
                 yield f"{path}.{name}", item
 
     def read(self) -> Iterator[tuple[str, Any]]:
-        """The plain attributes as they are now."""
+        """The current values of plain attributes."""
         for owner_path, owner in self._owners.items():
             for name, item in _attributes(owner):
                 if isinstance(item, _PLAIN):
                     yield f"{owner_path}.{name}", item
 
     def set(self, path: str, value: Any, only_empty: bool = False) -> bool:
-        """Set an attribute; false if there is no such object, or it refuses.
+        """Set an attribute; returns False if its object does not exist or refuses.
 
         Args:
-            only_empty: Leave an attribute alone that has a value.
+            path: Path of the attribute from a root.
+            value: The new value.
+            only_empty: Do not overwrite an attribute that is not None.
         """
         owner_path, _, name = path.rpartition(".")
         owner = self._owners.get(owner_path)
@@ -198,10 +200,10 @@ class Walk:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, without running any code of its class."""
+    """The attributes of an object, read without running any code of its class."""
     with suppress(AttributeError, TypeError):
         for name, item in list(object.__getattribute__(value, "__dict__").items()):
-            if name not in _SKIPPED:
+            if name not in LIVE_ATTRIBUTES:
                 yield name, item
     for kind in type(value).__mro__:
         for name in _slots(kind):
@@ -217,7 +219,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _globals_of(kind: type) -> dict[str, Any]:
-    """Generators that are attributes of a class, or that its methods name among the globals of their module."""
+    """Generators that are attributes of a class, or module globals used by its methods."""
     found = {}
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] in ("builtins", "torch", "numpy", "frameworm"):
@@ -233,7 +235,7 @@ def _globals_of(kind: type) -> dict[str, Any]:
 
 def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        with suppress(ValueError):  # not filled yet
+        with suppress(ValueError):  # an empty cell
             yield f"{path}.{name}", cell.cell_contents
     for place, item in enumerate(function.__defaults__ or ()):
         yield f"{path}.default{place}", item
@@ -242,13 +244,13 @@ def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str,
 
 
 def _named_by(function: types.FunctionType) -> dict[str, Any]:
-    """Generators among the globals that a function's code names."""
+    """Generators among the globals used by a function."""
     around = function.__globals__
     return {name: around[name] for name in function.__code__.co_names if is_generator(around.get(name))}
 
 
 def _made(state: Mapping[str, Any]) -> Any:
-    """A generator of the kind that a state is of."""
+    """A new generator of the kind that a state belongs to."""
     if "torch" in state:
         return torch.Generator()
     if "python" in state:

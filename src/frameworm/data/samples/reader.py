@@ -1,4 +1,4 @@
-"""One reader of a stream: what it draws at random, whom the data set takes it for, and its place as plain data."""
+"""One reader of a stream: its random state, the worker it appears as, and its position as plain data."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import get_worker_info
 
 from frameworm.data.samples.held import MOST_ITEMS, Held, Walk
 from frameworm.data.samples.seeding import RandomState
+from frameworm.torch_private.loaders import make_worker_info, set_worker_info, worker_info
 
 _SHARED_BYTES = 2**20
-_DIGESTED = 2**14  # of the numbers or bytes of one part of a sample
+_DIGESTED = 2**14  # numbers or bytes digested per part of a sample
 _PLAIN = (type(None), bool, int, float, str, bytes, np.generic, torch.Tensor, torch.dtype)
 NOT_COPIED = "not copied"
-Told = tuple[int, int]  # number of a worker, and how many there are
+Told = tuple[int, int]  # a worker's number, and the number of workers
 
 
 class Reader:
-    """Draws the samples of a data set; use it as a context, in which its random state and worker record hold.
+    """Reads the samples of a data set; used as a context manager that sets its random state and worker info.
 
     Args:
-        dataset: The data set, or its part; or a function that opens it.
-        entropy: Seeds what is drawn up to the first sample: the same for all that divide the data set among them, so
-            that a data set that shuffles its files before it divides them shuffles alike everywhere.
-        own: Seeds what is drawn after that; None: as before.
-        told: The worker that `get_worker_info` reports to the data set; None: the loop's own process.
+        dataset: The data set or a part of it; or a function that returns it.
+        entropy: Seed up to the first sample, the same for all readers that divide the data set, so that a data set that
+            shuffles its files before dividing them shuffles the same way everywhere.
+        own: Seed from then on; None: continue as before.
+        told: The worker that `get_worker_info` reports to the data set; None: the main process.
     """
 
     def __init__(
@@ -51,23 +51,23 @@ class Reader:
         self._holder: Any = None
 
     def __enter__(self) -> Reader:
-        self._outside = torch_worker._worker_info
+        self._outside = worker_info()
         actual = get_worker_info()
         info = None
         if self._told is not None:
             number, count = self._told
             seed = 0 if actual is None else actual.seed
-            info = torch_worker.WorkerInfo(id=number, num_workers=count, seed=seed, dataset=self.dataset)
-        torch_worker._worker_info = info
+            info = make_worker_info(number, count, seed, self.dataset)
+        set_worker_info(info)
         self._state.__enter__()
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._state.__exit__(*raised)
-        torch_worker._worker_info = self._outside
+        set_worker_info(self._outside)
 
     def open(self, place: Mapping[str, Any] | None = None) -> None:
-        """Begin to read, or go on at a place; call it in the context."""
+        """Start reading, or continue at a place; call it inside the context."""
         if place is not None and "dataset" in place:
             self.dataset.load_state_dict(place["dataset"])
         self._source = iter(self.dataset if isinstance(self.dataset, Iterable) else self.dataset())
@@ -78,7 +78,7 @@ class Reader:
             self._own = None
 
     def take(self, count: int) -> Iterator[Any]:
-        """The next samples; draw them in the context."""
+        """The next samples; consume them inside the context."""
         source = self._source
         assert source is not None, "not open"
         own, self._own = self._own, self._own if not count else None
@@ -90,13 +90,13 @@ class Reader:
         yield from islice(source, count)
 
     def place(self) -> dict[str, Any]:
-        """Where it is, for `open`; what was drawn at random is `random`."""
+        """The current position, for `open`; the random state is `random`."""
         name = "iterator" if self._holder is self._source else "dataset"
         return {name: copy.deepcopy(self._holder.state_dict())}
 
     @property
     def random(self) -> dict[str, Any] | None:
-        """The random state as plain data; None while nothing was drawn. Set it before the reader goes on."""
+        """The random state as plain data; None if nothing has been drawn. Set it before continuing at a place."""
         return self._state.saved()
 
     @random.setter
@@ -106,21 +106,21 @@ class Reader:
 
 
 def has_state(item: Any) -> bool:
-    """Whether something can say where it is and be put there again."""
+    """Whether an object can save and restore its position."""
     return all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def shards_of(dataset: Any) -> int | None:
-    """The number of shards that a data set hands out by `shard(num_shards, index)`; None where it has no such method.
+    """The number of shards that a data set offers through `shard(num_shards, index)`; None if it has no such method.
 
-    Any complete division will do, so what else the method takes keeps its default.
+    Any complete division will do, so other parameters of the method keep their defaults.
     """
     number = getattr(dataset, "num_shards", None)
     shard = getattr(dataset, "shard", None)
     if isinstance(number, bool) or not isinstance(number, int) or number < 1 or not callable(shard):
         return None
     if inspect.getattr_static(dataset, "shard", None) is None:
-        return None  # forwarded by `__getattr__`: it would hand out shards of what is inside, without what is around it
+        return None  # forwarded by `__getattr__`: its shards would lack the wrapper around the inner data set
     try:
         names = inspect.signature(shard).parameters
     except (TypeError, ValueError):
@@ -129,9 +129,9 @@ def shards_of(dataset: Any) -> int | None:
 
 
 def first_samples(dataset: Any, seed: int, told: Told | None, count: int) -> list[int | str]:
-    """Digests of what a reader gets first; with the name of the error, or the end, where the data set comes to one.
+    """Digests of the first samples a reader gets, followed by "end" or the error's name if there are fewer.
 
-    A copy is read; where there can be none, only `NOT_COPIED` is found.
+    Reads a copy; if the data set cannot be copied, the result is `NOT_COPIED`.
     """
     found: list[int | str] = []
     try:
@@ -145,14 +145,14 @@ def first_samples(dataset: Any, seed: int, told: Told | None, count: int) -> lis
             found.extend(digest(sample) for sample in reader.take(count))
         if len(found) < count:
             found.append("end")
-    except Exception as error:  # the user's own code: where it matters it fails again, and is heard
+    except Exception as error:  # from the user's code: if it matters, it is raised again later
         found.append(type(error).__name__)
     return found
 
 
 @contextmanager
 def _looked_at(dataset: Any) -> Iterator[None]:
-    """Put generators back to where they were that copies of a data set share with it, as those of a module."""
+    """Restore generators, such as module globals, that copies of a data set share with it."""
     around = Held({"dataset": dataset})
     before = around.capture()
     try:
@@ -162,10 +162,10 @@ def _looked_at(dataset: Any) -> Iterator[None]:
 
 
 def keeps_its_place(dataset: Any, seed: int) -> bool:
-    """Whether a copy of a data set that is given another copy's state goes on exactly where that one was.
+    """Whether a copy of a data set, given another copy's state, continues exactly where that one was.
 
-    A data set that shuffles in a buffer has a state, but the buffer is not in it. Reads some samples of copies, which
-    may stop before the point where the state fails, so a resume checks again.
+    A data set that shuffles in a buffer has a state, but without the buffer. This reads a few samples of copies, which
+    may be too few to reveal a difference, so resuming checks again.
     """
     with _looked_at(dataset):
         return _goes_on(dataset, seed)
@@ -173,7 +173,7 @@ def keeps_its_place(dataset: Any, seed: int) -> bool:
 
 def _goes_on(dataset: Any, seed: int) -> bool:
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # some warn that they may lose samples, which is what is found out here
+    logging.disable(logging.WARNING)  # some warn that they may lose samples, which is tested here
     try:
         for taken in (1, 3):
             first, second = (Reader(copied(dataset), (seed, 0)) for _ in range(2))
@@ -196,7 +196,7 @@ def _goes_on(dataset: Any, seed: int) -> bool:
                     return False
             if len(read) < taken:
                 break
-    except Exception:  # as above
+    except Exception:  # from the user's code, as in `first_samples`
         return False
     finally:
         logging.disable(before)
@@ -213,9 +213,9 @@ def is_plain(value: Any) -> bool:
 
 
 def digest(value: Any, found: int = 0) -> int:
-    """A number that tells different samples apart, and is the same in every process."""
+    """A number that differs between different samples and is the same in every process."""
     if isinstance(value, torch.Tensor):
-        with suppress(Exception):  # sparse, quantised, on a meta device: what is around it tells
+        with suppress(Exception):  # sparse, quantised or meta tensors; other parts of the sample must do
             value = value.detach().flatten()[:_DIGESTED].cpu().view(torch.uint8).numpy()
     if isinstance(value, np.ndarray) and value.dtype != object:
         value = value.ravel()[:_DIGESTED].tobytes()
@@ -239,10 +239,10 @@ def digest(value: Any, found: int = 0) -> int:
 
 
 def copied(source: Any, shared: Iterable[Any] = ()) -> Any:
-    """A copy that shares large arrays and the items of long lists with its original.
+    """A deep copy that shares large arrays and the items of long lists with the original.
 
     Args:
-        source: What to copy.
+        source: The object to copy.
         shared: Objects that the copy shares with it.
     """
     memo: dict[int, Any] = {id(item): item for item in shared}

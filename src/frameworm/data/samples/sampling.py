@@ -23,13 +23,13 @@ Arrange = Callable[[Order, int], Order]
 
 
 class StepShape(NamedTuple):
-    """How large one step is, known before its batches are.
+    """The size of one step, known before its batches are.
 
     Attributes:
         samples: This rank's samples per micro-batch; 0 for a filler, which runs but must not count.
         global_samples: Samples of the step over all ranks.
-        tokens: Real tokens in this rank's samples, or None when the data set does not say.
-        padded_tokens: Tokens this rank computes on, padding and fillers included, or None.
+        tokens: Real tokens in this rank's samples; None if the data set does not declare them.
+        padded_tokens: Tokens this rank computes on, including padding and fillers; None if unknown.
     """
 
     samples: list[int]
@@ -51,16 +51,16 @@ class Piece(NamedTuple):
     samples: int
 
 
-def share_of(samples: int, rank: int, world_size: int) -> tuple[int, int]:
+def range_of_rank(samples: int, rank: int, world_size: int) -> tuple[int, int]:
     """The contiguous part of a step that a rank takes, as positions within the step.
 
-    Rounded up, so that rank 0, whose buffers (batch norm) the others take over, is never without samples.
+    Rounded up, so that rank 0, whose buffers (batch norm) the other ranks copy, always has samples.
     """
     return -(-samples * rank // world_size), -(-samples * (rank + 1) // world_size)
 
 
 def cut(share: int, micro_batch: int, pieces: int) -> list[int]:
-    """Sizes of `pieces` micro-batches for `share` samples: large ones first, none empty while samples last."""
+    """Split `share` samples into `pieces` micro-batches, large ones first, empty ones only if there are too few."""
     sizes = []
     for following in range(pieces - 1, -1, -1):
         size = min(micro_batch, max(share - following, min(share, 1)))
@@ -70,11 +70,23 @@ def cut(share: int, micro_batch: int, pieces: int) -> list[int]:
     return sizes
 
 
+class MicroBatch(list[int]):
+    """The sample indices of a micro-batch.
+
+    Attributes:
+        longest: Tokens of the longest text among these and those that the other ranks compute at the same time.
+    """
+
+    def __init__(self, indices: Iterable[int] = (), longest: int = 0) -> None:
+        super().__init__(indices)
+        self.longest = longest
+
+
 class StepSampler(Sampler[list[int]]):
     """Batch sampler that yields the micro-batches of one rank, step by step.
 
-    With `fill_empty` all ranks run equally many micro-batches in a step, as strategies that communicate in every
-    forward pass need: a rank with nothing left gets a filler of one sample (the step's first), shaped 0.
+    With `fill_empty` all ranks run the same number of micro-batches in a step, as strategies that communicate in every
+    forward pass need: a rank without samples left gets a filler of one sample (the step's first), counted as 0.
 
     Args:
         size: Number of samples in the data set.
@@ -82,15 +94,18 @@ class StepSampler(Sampler[list[int]]):
         micro_batch: Most samples per forward pass on one rank.
         rank: This process.
         world_size: Number of processes.
-        shuffle: A new order in every epoch; otherwise the order of the data set.
+        shuffle: Draw a new order in every epoch; otherwise use the order of the data set.
         seed: Seed of the order; must be the same on all ranks.
-        drop_last: Leave out the last step when it is short.
-        fill_empty: Keep ranks in step by fillers; off for evaluation, where a rank may have less to do.
-        arrange: Given an epoch's order and its number, returns the same samples in the order to use.
+        drop_last: Drop the last step if it is short.
+        fill_empty: Give ranks without samples a filler; False for evaluation, where a rank may run fewer batches.
+        arrange: Rearranges an epoch's order, given the order and the epoch's number.
+
+    Attributes:
+        lengths: Tokens of each sample. If set, each `MicroBatch` holds the longest text of all ranks.
 
     Raises:
-        DataError: No samples, or too few for one step with `drop_last`.
-        ConfigError: A number out of range.
+        DataError: There are no samples, or too few for one step with `drop_last`.
+        ConfigError: A number is out of range.
     """
 
     def __init__(
@@ -129,17 +144,19 @@ class StepSampler(Sampler[list[int]]):
         self._start = 0
         self._skipped: tuple[int, int, Arrange | None] | None = None
         self._orders: dict[int, Order] = {}
+        self.lengths: npt.NDArray[Any] | None = None
         self._plans: dict[int, list[Piece]] = {}
+        self._besides: dict[int, list[list[Piece]]] = {}
         self._check_size(size)
 
     @property
     def size(self) -> int:
-        """Samples in the epoch, the ones `drop_last` leaves out included."""
+        """Samples in the epoch, including those that `drop_last` drops."""
         return self._size - self._skipped_in(self._epoch)
 
     @property
     def epoch(self) -> int:
-        """The epoch whose order is in force."""
+        """The current epoch."""
         return self._epoch
 
     @property
@@ -148,13 +165,13 @@ class StepSampler(Sampler[list[int]]):
         return self.size // self.global_batch if self.drop_last else -(-self.size // self.global_batch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch for the next iteration; it decides the order."""
+        """Choose the epoch of the next iteration, which decides the order."""
         if epoch < 0:
             raise ConfigError(f"epoch: {epoch} must be 0 or more")
         self._epoch = epoch
 
     def seek(self, step: int) -> None:
-        """Let the next iteration, and only that one, begin at a step of the epoch."""
+        """Start the next iteration, and only that one, at a step of the epoch."""
         if not 0 <= step <= self.steps_per_epoch:
             raise ConfigError(f"step: {step} is not within the epoch's {self.steps_per_epoch} steps")
         self._start = step
@@ -163,15 +180,15 @@ class StepSampler(Sampler[list[int]]):
         """Skip the first samples of an epoch, and plan and count its steps from the rest.
 
         Args:
-            epoch: Which; all others stay whole.
-            samples: How many of its order.
-            arrange: Arranges that epoch instead of the sampler's own, as it was when those samples were taken.
+            epoch: The epoch; all others stay complete.
+            samples: Number of samples to skip.
+            arrange: Used for that epoch instead of the sampler's own, to reproduce the order of the skipped samples.
         """
         self._skipped = (epoch, samples, arrange)
         self._orders.pop(epoch, None)
 
     def describe(self) -> str:
-        """The order of an epoch in words; two samplers of the same words draw the same order."""
+        """The order of an epoch as text; two samplers with the same text draw the same order."""
         order = f"shuffled by seed {self.seed}" if self.shuffle else "in the order of the data set"
         return f"{self._size} samples {order}{'' if self._arrange is None else ', arranged by length'}"
 
@@ -181,15 +198,15 @@ class StepSampler(Sampler[list[int]]):
         return StepShape([piece.samples for piece in self._plan(samples)], samples)
 
     def pieces(self, step: int) -> list[Piece]:
-        """Where in a step this rank's micro-batches lie; the step itself begins at step x global_batch."""
+        """Where this rank's micro-batches lie within a step; the step itself begins at step x global_batch."""
         return self._plan(self._samples_in(step))
 
     def pieces_for(self, samples: int) -> list[Piece]:
-        """This rank's micro-batches of a step of so many samples, in any epoch."""
+        """This rank's micro-batches of a step of `samples` samples, in any epoch."""
         return self._plan(samples)
 
     def indices(self, step: int) -> list[Order]:
-        """The samples of each of this rank's micro-batches of a step, in this epoch; a filler's included."""
+        """The samples of each of this rank's micro-batches of a step in this epoch, including fillers."""
         begin = step * self.global_batch
         order = self.order()
         return [order[begin + piece.start : begin + piece.stop] for piece in self.pieces(step)]
@@ -199,7 +216,7 @@ class StepSampler(Sampler[list[int]]):
         return self.order_of(self._epoch)
 
     def order_of(self, epoch: int) -> Order:
-        """The order of any epoch; the last `kept_orders` that were asked for are kept, and may be drawn in a thread."""
+        """The order of any epoch. The last `kept_orders` results are cached; a thread may call this."""
         order = self._orders.get(epoch)
         if order is None:
             order = self._draw(epoch)[self._skipped_in(epoch) :]
@@ -209,26 +226,45 @@ class StepSampler(Sampler[list[int]]):
         return order
 
     def has_order(self, epoch: int) -> bool:
-        """Whether an epoch's order is at hand."""
+        """Whether an epoch's order is cached."""
         return epoch in self._orders
 
     def take_start(self) -> int:
-        """The step at which the iteration that now begins starts; spends the seek."""
+        """The step at which the iteration that starts now begins; resets the seek."""
         start, self._start = self._start, 0
         return start
 
     def pieces_of_all(self, samples: int) -> list[Piece]:
-        """Every rank's micro-batches of a step of so many samples, without fillers."""
+        """Every rank's micro-batches of a step of `samples` samples, without fillers."""
         found: list[Piece] = []
         for rank in range(self.world_size):
-            begin, end = share_of(samples, rank, self.world_size)
+            begin, end = range_of_rank(samples, rank, self.world_size)
             for size in cut(end - begin, self.micro_batch, -(-(end - begin) // self.micro_batch)):
                 found.append(Piece(begin, begin + size, size))
                 begin += size
         return found
 
+    def beside(self, samples: int) -> list[list[Piece]]:
+        """For each of this rank's micro-batches of a step, the pieces that all ranks compute at the same time."""
+        found = self._besides.get(samples)
+        if found is not None:
+            return found
+        found = self._besides[samples] = [[] for _ in self._plan(samples)]
+        for rank in range(self.world_size):
+            begin, end = range_of_rank(samples, rank, self.world_size)
+            for place, size in enumerate(cut(end - begin, self.micro_batch, len(found))):
+                found[place].append(Piece(begin, begin + size, size) if size else Piece(0, 1, 0))
+                begin += size
+        return found
+
+    def _longest_beside(self, samples: int, lengths: npt.NDArray[Any]) -> list[int]:
+        """For each of this rank's micro-batches of a step, the longest text of all ranks, given the step's lengths."""
+        together = self.beside(samples)
+        return [max(int(lengths[piece.start : piece.stop].max()) for piece in pieces) for pieces in together]
+
     def __iter__(self) -> Iterator[list[int]]:
-        # The order and the first step are fixed here, not at the first batch: workers run ahead of the loop.
+        # The order and the first step are fixed here rather than at the first batch, since workers run ahead of the
+        # loop.
         return self._batches(self.order(), self._start)
 
     def __len__(self) -> int:
@@ -251,15 +287,18 @@ class StepSampler(Sampler[list[int]]):
         return self._skipped[1] if self._skipped is not None and self._skipped[0] == epoch else 0
 
     def _batches(self, order: Order, start: int) -> Iterator[list[int]]:
-        # Only now is the seek spent: torch's loader makes two iterators to begin with and draws from the second.
+        # The seek is reset only here: torch's loader makes two iterators at first and draws from the second.
         self._start = 0
         global_batch = self.global_batch
         for begin in range(start * global_batch, len(order), global_batch):
             samples = min(global_batch, len(order) - begin)
             if samples < global_batch and self.drop_last:
                 return
-            for piece in self._plan(samples):
-                yield order[begin + piece.start : begin + piece.stop].tolist()
+            pieces = [order[begin + piece.start : begin + piece.stop].tolist() for piece in self._plan(samples)]
+            if self.lengths is not None:
+                longest = self._longest_beside(samples, self.lengths[order[begin : begin + samples]])
+                pieces = [MicroBatch(piece, of_all) for piece, of_all in zip(pieces, longest)]
+            yield from pieces
 
     def _samples_in(self, step: int) -> int:
         """Samples of a step over all ranks."""
@@ -269,11 +308,11 @@ class StepSampler(Sampler[list[int]]):
         return samples
 
     def _plan(self, samples: int) -> list[Piece]:
-        """This rank's micro-batches for a step of so many samples; there are two such numbers in an epoch."""
+        """This rank's micro-batches of a step of `samples` samples; an epoch has at most two such sizes."""
         plan = self._plans.get(samples)
         if plan is None:
-            begin, end = share_of(samples, self.rank, self.world_size)
-            # The largest share is the rounded-up mean.
+            begin, end = range_of_rank(samples, self.rank, self.world_size)
+            # The largest part is the mean, rounded up.
             pieces = -(-(-(-samples // self.world_size) if self.fill_empty else end - begin) // self.micro_batch)
             plan = []
             for size in cut(end - begin, self.micro_batch, pieces):
@@ -293,10 +332,10 @@ class StepSampler(Sampler[list[int]]):
 
 
 class OrderedSplitSampler(StepSampler):
-    """Splits what a user's own sampler draws by the same rule.
+    """Splits the indices that a user's own sampler draws in the same way.
 
-    All ranks draw the whole sequence under random state that follows from seed and epoch alone, so they draw the same.
-    The process's own random state is left as it was. A `set_epoch` of the sampler is called.
+    All ranks draw the whole sequence under a random state that depends only on seed and epoch, so they draw the same.
+    The process's own random state is left unchanged. The sampler's `set_epoch`, if any, is called.
 
     Args:
         sampler: Yields sample indices, such as `WeightedRandomSampler`.
@@ -304,9 +343,9 @@ class OrderedSplitSampler(StepSampler):
         micro_batch: Most samples per forward pass on one rank.
         rank: This process.
         world_size: Number of processes.
-        seed: Seed of what the sampler draws.
-        drop_last: Leave out the last step when it is short.
-        fill_empty: Keep ranks in step by fillers.
+        seed: Seed of the sampler's draws.
+        drop_last: Drop the last step if it is short.
+        fill_empty: Give ranks without samples a filler.
     """
 
     def __init__(
@@ -322,7 +361,7 @@ class OrderedSplitSampler(StepSampler):
         fill_empty: bool = True,
     ) -> None:
         super().__init__(
-            global_batch,  # stands in until the first draw
+            global_batch,  # placeholder until the first draw
             global_batch,
             micro_batch,
             rank=rank,
@@ -359,7 +398,7 @@ class OrderedSplitSampler(StepSampler):
 
 
 def _as_order(drawn: list[Any]) -> Order:
-    """Indices as an array: numbers where they are numbers, otherwise whatever keys the data set takes."""
+    """Indices as an array: of integers if they are, otherwise of the keys that the data set takes."""
     try:
         return np.array([operator.index(index) for index in drawn], dtype=np.int64)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Random state that follows from a few numbers, and leaves the process's own alone."""
+"""Random state derived from a few numbers, separate from the process's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.random import mtrand
 
 
 def mix(*entropy: int) -> int:
-    """One 63-bit seed from several numbers; near numbers give unrelated seeds."""
+    """One 63-bit seed from several numbers; similar numbers give unrelated seeds."""
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -26,7 +26,7 @@ def seed_process(*entropy: int) -> None:
 
 
 class RandomState:
-    """Random state of its own, put in place of the process's while a `with` block runs, and kept in between."""
+    """A random state that replaces the process's inside a `with` block and is kept between blocks."""
 
     def __init__(self, *entropy: int) -> None:
         self._outside = _read()
@@ -39,11 +39,11 @@ class RandomState:
         self._unused = (self._state[0], self._state[1].state["state"], self._state[2])
 
     def reseed(self, *entropy: int) -> None:
-        """Let the `with` block that runs now draw what follows from other numbers."""
+        """Reseed the state of the current `with` block."""
         seed_process(*entropy)
 
     def saved(self) -> dict[str, object] | None:
-        """The state between two `with` blocks as plain data; None if nothing was drawn since it was made."""
+        """The state between two `with` blocks as plain data; None if nothing has been drawn yet."""
         python, bits, torch_cpu = self._state
         numpy, first = bits.state["state"], self._unused[1]
         drawn = numpy["pos"] != first["pos"] or not np.array_equal(numpy["key"], first["key"])
@@ -57,7 +57,7 @@ class RandomState:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Take the state that `saved` gave."""
+        """Restore a state from `saved`."""
         version, words, gauss = saved["python"]
         key, position = saved["numpy"]
         bits = np.random.MT19937(0)
@@ -76,7 +76,7 @@ class RandomState:
 
 @contextmanager
 def seeded(*entropy: int) -> Iterator[None]:
-    """Run a block under state that follows from the numbers; afterwards the process's own is back."""
+    """Run a block under a state seeded with these numbers, then restore the process's own."""
     with RandomState(*entropy):
         yield
 
@@ -85,7 +85,7 @@ _State = tuple[tuple[Any, ...], Any, torch.Tensor]
 
 
 def _read() -> _State:
-    # NumPy's generator is exchanged as a whole: copying its state takes longer than reading a batch may.
+    # NumPy's generator is swapped as a whole: copying its state may take longer than reading a batch.
     return random.getstate(), mtrand.get_bit_generator(), torch.get_rng_state()
 
 

@@ -1,4 +1,4 @@
-"""Samples that cannot be read: the next one takes their place, and they are written down."""
+"""Samples that cannot be read: the next one is used instead, and they are logged."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MOST_NAMED = 10
 
 
 class SkippedSample(NamedTuple):
-    """A sample that was left out, and why."""
+    """A sample that was skipped, and why."""
 
     number: int
     reason: str
 
 
 class SkippedLog:
-    """Where all processes of a loader write what they left out; the file goes when its maker is gone."""
+    """A file in which all processes of a loader log skipped samples; deleted when its creator is gone."""
 
     def __init__(self) -> None:
         descriptor, name = tempfile.mkstemp(prefix="frameworm-skipped-")
@@ -43,7 +43,7 @@ class SkippedLog:
         self._path = state["_path"]
 
     def add(self, index: int, error: BaseException) -> None:
-        """Write one down; a line is short enough to be written as a whole."""
+        """Log a sample; the line is short enough for one atomic write."""
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         line = json.dumps([index, reason]) + "\n"
         with contextlib.suppress(OSError):
@@ -54,7 +54,7 @@ class SkippedLog:
                 os.close(descriptor)
 
     def read(self) -> list[SkippedSample]:
-        """What was left out, each sample once, in the order in which it was first met."""
+        """The skipped samples, each once, in the order in which they were first met."""
         found: dict[int, str] = {}
         with contextlib.suppress(OSError, ValueError, TypeError):
             for line in self._path.read_text(encoding="utf-8").splitlines():
@@ -69,7 +69,7 @@ def _remove(path: Path, owner: int) -> None:
 
 
 class SkippingDataset(Dataset[Any]):
-    """A map-style data set without the samples that cannot be read; the sizes of batches stay as they were planned."""
+    """A map-style data set that replaces unreadable samples, so that batches keep their planned sizes."""
 
     def __init__(self, inner: Any, skipped: SkippedLog) -> None:
         self._inner = inner
@@ -92,7 +92,7 @@ class SkippingDataset(Dataset[Any]):
                 return self._many(indices)
             except Exception:
                 if self._assembles:
-                    raise  # a batch that comes as a whole does not tell which sample it was
+                    raise  # it is unknown which sample of an assembled batch failed
         return [self[index] for index in indices]
 
     def _another(self, index: Any, error: Exception) -> Any:
@@ -116,7 +116,7 @@ class SkippingDataset(Dataset[Any]):
 
 
 def describe(skipped: list[list[SkippedSample]]) -> tuple[int, str | None]:
-    """How many samples all ranks left out together, and a sentence about them with the first few by name."""
+    """The number of samples skipped by all ranks, and a sentence that names the first few."""
     unread = sorted({item for part in skipped for item in part})
     if not unread:
         return 0, None

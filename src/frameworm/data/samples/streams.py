@@ -1,4 +1,4 @@
-"""Iterable data sets in several ranks and workers: every sample once, read again or put back where the reader was."""
+"""Iterable data sets in several ranks and workers: every sample once, and resumable, by state or by reading again."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from frameworm.data.samples.division import Division, Part
 from frameworm.data.samples.held import Walk, read_state, reseed
 from frameworm.data.samples.reader import Reader, copied, digest
 from frameworm.data.samples.seeding import RandomState, mix, seed_process
 from frameworm.data.samples.workers import SharedEpoch
+from frameworm.torch_private.loaders import pin_memory
 
 log = logging.getLogger("frameworm")
-# What a resumed reader tells that did not find its place by the data set's state.
+# Warnings of a resumed reader that could not restore its position from the data set's state.
 FOUND = {
     "by reading": "the data set's state did not bring back the same samples, as where it shuffles in a buffer: the "
     "epoch was read again up to where the run had stopped",
     "otherwise": "the data set did not yield the same when the running epoch was read again: in this epoch some "
     "samples are trained twice and others not at all",
 }
-AHEAD = 8  # batches that are read before the loop has trained on them, by a transfer to a device
+AHEAD = 8  # batches that may be read before the loop has trained on them, by a transfer to a device
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether samples can only be had one after the other."""
+    """Whether samples can only be read in sequence."""
     return isinstance(dataset, IterableDataset) or not hasattr(type(dataset), "__getitem__")
 
 
 @dataclass(frozen=True)
 class Begin:
-    """Where an epoch begins that was read in part before.
+    """Where to begin an epoch that was partly read before.
 
     Attributes:
-        epoch: The epoch it holds for; any other begins at its beginning.
-        samples: Samples of the whole stream to leave out, if the readers have no places.
+        epoch: The epoch it applies to; others start at the beginning.
+        samples: Samples of the whole stream to skip, if the readers' positions are unknown.
         turn: The reader whose batch comes first.
-        places: Where each reader was; None for one that had not begun.
-        dataset: A copy of the data set as it was before the epoch, to be read where its state fails; None: no copy.
+        places: Position of each reader; None for one that had not started.
+        dataset: A copy of the data set from before the epoch, to be read if its state fails; None: no copy.
     """
 
     epoch: int = 0
@@ -55,7 +55,7 @@ class Begin:
 
 @dataclass(slots=True)
 class Placed:
-    """A batch on its way from its reader, with the reader's place behind it; or, at the beginning, no batch."""
+    """A batch with its reader's position after it; or a placeholder without a batch at the beginning."""
 
     worker: int
     batch: Any = None
@@ -63,23 +63,23 @@ class Placed:
     found: str = "by its state"
 
     def pin_memory(self) -> Placed:
-        """What torch calls in a loader with `pin_memory`."""
+        """Called by torch's loader if `pin_memory` is set."""
         return Placed(self.worker, pin_memory(self.batch), self.place, self.found)
 
 
 class Places:
-    """Where the readers of a loader were after each of the last batches."""
+    """Positions of a loader's readers after each of the last batches."""
 
     def __init__(self, readers: int) -> None:
         self._readers = readers
         self._known: deque[tuple[int, dict[str, Any]]] = deque(maxlen=AHEAD)
 
     def after(self, batches: int) -> dict[str, Any] | None:
-        """The places after so many batches of the epoch as plain data, for `begin`; None where they are not known."""
+        """The positions after `batches` batches of the epoch as plain data, for `begin`; None if unknown."""
         return next((place for number, place in self._known if number == batches), None)
 
     def begin(self, epoch: int, saved: Mapping[str, Any] | None, dataset: Any) -> Begin | None:
-        """How an epoch of a data set begins, as it is now; None if the places are of other readers."""
+        """How to begin an epoch at saved positions; None if they belong to other readers."""
         if saved is None or len(saved["readers"]) != self._readers:
             return None
         spare = None
@@ -88,7 +88,7 @@ class Places:
         return Begin(epoch, turn=saved["turn"], places=tuple(saved["readers"]), dataset=spare)
 
     def batches(self, arriving: Iterator[Placed], begun: Mapping[str, Any] | None) -> Iterator[Any]:
-        """The batches themselves, less what readers yield that do not come first."""
+        """Yield the batches without the readers' placeholders, and record positions."""
         number = 0 if begun is None else begun["batches"]
         readers = [None] * self._readers if begun is None else list(begun["readers"])
         self._known.clear()
@@ -107,7 +107,7 @@ class Places:
 
 
 def _states(roots: Mapping[str, Any]) -> dict[str, int]:
-    """What tells apart the states of the generators that some objects hold, by where they are."""
+    """Digests of the states of the generators that some objects hold, by path."""
     return {path: digest(read_state(item)) for path, item in Walk(roots).generators.items()}
 
 
@@ -120,32 +120,32 @@ class _Where:
     made: int = 0  # batches
     turn: int = 0  # rounds
     ended: bool = False
-    found: str = "by its state"  # how a resumed reader found its place
+    found: str = "by its state"  # how a resumed reader found its position
 
 
 def _told(samples: list[Any]) -> int:
-    """A number that tells the samples of different batches apart, by a few of them."""
+    """A digest of a batch's samples, computed from a few of them."""
     return digest([len(samples), *samples[:: max(1, len(samples) // 4)]])
 
 
 class StreamBatches(IterableDataset[Any]):
     """One rank's batches of a stream.
 
-    A reader reads its part of the data set in rounds of ranks x batch_size samples, for as many ranks as take turns at
-    it. Of each round a rank takes every ranks-th sample, and of n workers that take turns the w-th assembles rounds w,
-    w + n, ... So a part has one order of samples for all its readers; it is drawn under random state that
-    follows from seed and epoch.
+    A reader reads its part of the data set in rounds of ranks x batch_size samples, where `ranks` is the number of
+    ranks that share the part. A rank takes every ranks-th sample of a round, and of n workers that take turns worker w
+    assembles rounds w, w + n, ... So all readers of a part see one order of samples, which is drawn under a random
+    state that depends on seed and epoch.
 
     Args:
         inner: The user's data set; its `set_epoch`, or its part's, is called if there is one.
         batch_size: Samples per batch on one rank.
         collate: Makes a batch of a list of samples.
         division: How readers divide the data set.
-        seed: Seed of whatever the data set draws.
-        epoch: The epoch, shared with the loop.
-        drop_last: Leave out the last round when it is short.
+        seed: Seed of the data set's random draws.
+        epoch: The epoch, shared with the training loop.
+        drop_last: Drop the last round if it is short.
         begin: Where to begin.
-        prepared: A `worker_init_fn` runs in each worker before.
+        prepared: A `worker_init_fn` runs in each worker first.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class StreamBatches(IterableDataset[Any]):
         self._seeds: dict[str, tuple[int, int]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        # All of this happens here rather than at the first batch: by then the loop may have moved to the next epoch.
+        # All of this happens now rather than at the first batch: by then the loop may have moved to the next epoch.
         info = get_worker_info()
         worker = 0 if info is None else info.id
         epoch = self._epoch.value
@@ -193,14 +193,14 @@ class StreamBatches(IterableDataset[Any]):
         return self._late(rounds, worker) if worker < begin.turn else rounds
 
     def _opened(self, worker: int, helped: bool, place: Mapping[str, Any] | None = None) -> tuple[Reader, Part]:
-        """A reader at the beginning of the epoch or at a place, and what it reads."""
+        """A reader at the beginning of the epoch or at a place, and the part it reads."""
         epoch, division = self._epoch.value, self._division
         part = division.part(self.inner, worker)
         set_epoch = getattr(part.dataset, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
         if helped:
-            # Workers may live on from epoch to epoch; what the data set's own generators draw must not depend on that.
+            # Workers may survive epochs; draws of the data set's own generators must not depend on that.
             seeds = self._seeds = self._seeds or self._own_seeds(worker)
             for number, (path, generator) in enumerate(Walk({"dataset": part.dataset}).generators.items()):
                 reseed(generator, mix(self._seed, epoch, number, *seeds.get(path, ())))
@@ -214,9 +214,9 @@ class StreamBatches(IterableDataset[Any]):
         return reader, part
 
     def _own_seeds(self, worker: int) -> dict[str, tuple[int, int]]:
-        """For each of the data set's generators, what makes it another than those of other ranks and workers.
+        """For each of the data set's generators, numbers that distinguish it from those of other ranks and workers.
 
-        Where all had the same, as one that shuffles files before they are divided, they must go on alike.
+        Generators that were equal everywhere, as for shuffling files before they are divided, must stay equal.
         """
         own_ranks = self._division.own_ranks and self._division.world_size > 1
         now = _states({"dataset": self.inner}) if self._prepared else self._born
@@ -226,13 +226,14 @@ class StreamBatches(IterableDataset[Any]):
         }
 
     def _at(self, place: Mapping[str, Any], where: _Where, helped: bool) -> tuple[Reader, Part]:
-        """A reader at a place, and what it reads.
+        """A reader restored to a place, and the part it reads.
 
-        The data set is put one batch before the place, and that batch must be the one that was read then: a state that
-        lacks what is in a shuffle buffer, for example, brings back others. Then the epoch is read again up to there.
+        The data set is restored to one batch before the place, and that batch must equal the one read then: a state
+        without the content of a shuffle buffer, for example, yields other samples. In that case the epoch is read again
+        up to there.
         """
         spare = self._begin.dataset
-        before = None if spare is None else place["from"]  # what cannot be copied cannot be tried
+        before = None if spare is None else place["from"]  # without a copy the state cannot be tried
         turn = 0 if before is None else before["turn"]
         if before is None and spare is not None:  # its counters may have been restored to where the run stopped
             self._put_back(spare)
@@ -241,7 +242,7 @@ class StreamBatches(IterableDataset[Any]):
             return reader, part
         where.found = "otherwise"
         if before is not None:
-            del reader, part  # what a generator does at its end, it does to what it has read
+            del reader, part  # closing its generator now keeps cleanup code off the restored data set
             self._put_back(spare)
             reader, part = self._opened(where.worker, helped)
             if self._read_up_to(reader, part, (0, place["turn"])) == place["check"]:
@@ -249,15 +250,15 @@ class StreamBatches(IterableDataset[Any]):
         return reader, part
 
     def _put_back(self, spare: Any) -> None:
-        """Let the data set be what its copy is: the object stays, for the next epoch is read from it too."""
+        """Reset the data set to its copy, keeping the object, from which the next epoch is read too."""
         try:
             vars(self.inner).clear()
             vars(self.inner).update(vars(spare))
-        except TypeError:  # without a dictionary
+        except TypeError:  # it has no __dict__
             self.inner = spare
 
     def _read_up_to(self, reader: Reader, part: Part, turns: tuple[int, int]) -> int:
-        """Read some rounds and return what tells this reader's samples of the last."""
+        """Read some rounds and return a digest of this reader's samples of the last one."""
         kept: list[Any] = []
         for turn in range(*turns):
             kept = self._round(reader, part, turn)[0]
@@ -265,12 +266,12 @@ class StreamBatches(IterableDataset[Any]):
 
     @staticmethod
     def _late(rounds: Iterator[Any], worker: int) -> Iterator[Any]:
-        """The rounds of a reader whose next batch is not the first: torch asks the readers in order of their number."""
+        """Put a placeholder before the rounds of a reader that is not first: torch asks the readers by number."""
         yield Placed(worker)
         yield from rounds
 
     def _round(self, reader: Reader, part: Part, turn: int) -> tuple[list[Any], int]:
-        """This reader's samples of a round, and how many the round has."""
+        """This reader's samples of a round, and the total number of samples in the round."""
         mine = turn % part.workers == part.worker
         kept: list[Any] = []
         count = 0
@@ -313,11 +314,11 @@ class StreamBatches(IterableDataset[Any]):
         return {"reader": place, "random": reader.random, "turn": turn}
 
     def _collated(self, samples: list[Any], where: _Where, helped: bool) -> Any:
-        """A batch. What it takes at random follows from its number, if it may be made without those before it."""
+        """Collate a batch, under a seed of its own if it may be made without the batches before it."""
         seeds = (self._seed, where.epoch, self._division.rank, where.worker, where.made, 1)
         if helped:
             seed_process(*seeds)
         elif self._division.places:
             with RandomState(*seeds):
                 return self._collate(samples)
-        return self._collate(samples)  # in the loop's own process it shares the loop's random state, as always
+        return self._collate(samples)  # in the main process it shares the training loop's random state

@@ -1,6 +1,6 @@
-"""What torch's persistent workers have drawn: their random state survives an epoch, so a resumed run must restore it.
+"""Random state of torch's persistent workers: it survives an epoch, so a resumed run must restore it.
 
-Workers that live for one epoch only are seeded from the loop's own random state when they start, which is enough.
+Workers that live for one epoch are seeded from the training loop's random state at their start, which is enough.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from frameworm.data.samples.held import Held, process_generators, read_state
+from frameworm.torch_private.loaders import end_workers, live_iterator
 
 _ROOM = 2**16
 _LENGTH = 8
 
 
 class PersistentWorkers:
-    """Reads and sets the random state of a torch loader's persistent workers; for any other loader it does nothing.
+    """Reads and sets the random state of a torch loader's persistent workers; does nothing for any other loader.
 
     Args:
-        loader: Its `collate_fn` and `worker_init_fn` are replaced by ones that call them.
+        loader: Its `collate_fn` and `worker_init_fn` are replaced by wrappers.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -35,7 +36,7 @@ class PersistentWorkers:
         if not (isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers):
             return
         if not isinstance(loader.collate_fn, _Recording):
-            if loader._iterator is not None:
+            if live_iterator(loader) is not None:
                 self.note = (
                     "the loader's persistent workers were started before the training: what they draw at random is "
                     "not saved, and a resumed run draws something else; pass a loader that has not been read"
@@ -47,20 +48,18 @@ class PersistentWorkers:
         self._loader = loader
 
     def capture(self) -> list[Any] | None:
-        """The state of each worker, while none is at work; None where there are none yet."""
-        if self._loader is None or self._loader._iterator is None:
+        """The state of each worker, read while they are idle; None if there are no workers yet."""
+        if self._loader is None or live_iterator(self._loader) is None:
             return None
         slots = self._loader.collate_fn.slots
         return [_unpacked(slots.read(worker)) for worker in range(self._loader.num_workers)]
 
     def restore(self, states: list[Any] | None) -> None:
-        """Let new workers begin with these states, or as new ones do."""
+        """Stop the workers; the next ones start with these states, or with fresh ones if None."""
         loader = self._loader
         if loader is None:
             return
-        if loader._iterator is not None:
-            loader._iterator._shutdown_workers()
-            loader._iterator = None
+        end_workers(loader)
         slots = loader.collate_fn.slots
         self._restored = states is not None and len(states) == loader.num_workers
         for worker in range(loader.num_workers):
@@ -70,8 +69,8 @@ class PersistentWorkers:
     def starting(self) -> Iterator[None]:
         """Make the loader's next iterator in this block.
 
-        To start workers, torch draws a seed. Where workers only went on, it drew none, and the order of samples comes
-        from the same generator.
+        Starting workers makes torch draw a seed. The original run did not draw it, because its workers kept running,
+        and the order of samples comes from the same generator.
         """
         if not self._restored:
             yield
@@ -85,7 +84,7 @@ class PersistentWorkers:
 
 
 class _Slots:
-    """A piece of memory per worker, shared with it."""
+    """A block of shared memory per worker."""
 
     def __init__(self, workers: int) -> None:
         self._memory = torch.zeros(workers, _ROOM, dtype=torch.uint8).share_memory_()
@@ -100,12 +99,12 @@ class _Slots:
     def read(self, worker: int) -> Any:
         memory = self._memory[worker].numpy()
         length = int.from_bytes(memory[:_LENGTH].tobytes(), "little")
-        # Written by a process of our own.
+        # Only our own processes write here, so unpickling is safe.
         return pickle.loads(memory[_LENGTH : _LENGTH + length].tobytes()) if length else None
 
 
 class _Starting:
-    """The loader's `worker_init_fn`; then the worker takes the random state that was written for it, if any."""
+    """Runs the loader's `worker_init_fn`, then restores the worker's saved random state, if any."""
 
     def __init__(self, then: Callable[[int], None] | None, collate: Callable[[Any], Any], slots: _Slots) -> None:
         self._then = then
@@ -125,7 +124,7 @@ class _Starting:
 
 
 class _Recording:
-    """The loader's `collate_fn`; notes the worker's random state after each batch."""
+    """Wraps the loader's `collate_fn`; saves the worker's random state after each batch."""
 
     def __init__(self, collate: Callable[[Any], Any], slots: _Slots) -> None:
         self.collate = collate
@@ -140,13 +139,13 @@ class _Recording:
 
 
 class _Packer:
-    """Reads the state of a worker's generators after each batch, which must take less time than a batch does."""
+    """Serialises a worker's generators after each batch, fast enough not to delay it."""
 
     def __init__(self, held: Held) -> None:
         self._held = held
         self._walk = held.walk()
         self._packed: dict[str, bytes] = {}
-        # NumPy takes long to read this state out. It is read once, and again from when something was drawn.
+        # NumPy is slow to export this state. It is exported once, and again only after something was drawn.
         self._untouched = {
             path: item._bit_generator
             for path, item in self._walk.generators.items()
@@ -155,7 +154,7 @@ class _Packer:
         self._memory = {path: _memory_of(bits) for path, bits in self._untouched.items()}
 
     def pack(self) -> tuple[dict[str, bytes], dict[str, Any]]:
-        """Generators and counters, as `Held.capture` has them, for `_unpacked`."""
+        """Generators and counters, as `Held.capture` returns them, for `_unpacked`."""
         for path, generator in self._walk.generators.items():
             bits = self._untouched.get(path)
             if bits is not None and path in self._packed:
@@ -170,7 +169,7 @@ class _Packer:
 
 
 def _unpacked(packed: Any) -> dict[str, Any] | None:
-    """What `Held.capture` would have given."""
+    """The result that `Held.capture` would have returned."""
     if packed is None:
         return None
     states: dict[str, Any] = {}
@@ -183,7 +182,7 @@ def _unpacked(packed: Any) -> dict[str, Any] | None:
 
 
 def _memory_of(bits: np.random.MT19937) -> bytes:
-    return ctypes.string_at(bits.ctypes.state_address, 4 * 624 + 4)  # its words, and the place in them
+    return ctypes.string_at(bits.ctypes.state_address, 4 * 624 + 4)  # its words, and the position in them
 
 
 _in_this_worker: list[_Packer] = []

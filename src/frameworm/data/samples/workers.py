@@ -1,4 +1,4 @@
-"""Loader processes: how many, what they draw at random, and what they see of the loop."""
+"""Worker processes: how many there are, how they are seeded, and what they share with the training loop."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ MEASURED_S = 1.0
 
 
 def base_of(dataset: Any) -> Any:
-    """The data set behind any subsets of it."""
+    """The data set behind nested subsets."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return dataset
 
 
 def usable_workers(local_world_size: int) -> int:
-    """Processes each rank of this machine may start so that every rank keeps a core for its loop."""
+    """Worker processes that each rank of this machine may start while leaving every rank a core for its loop."""
     from frameworm.hardware.host import usable_cpus
 
     return max(0, usable_cpus() // max(1, local_world_size) - 1)
 
 
 def automatic_workers(dataset: Any, local_world_size: int) -> int:
-    """Worker count when nobody chose one: none for data sets that assemble whole batches without Python per sample."""
+    """The default worker count: none for data sets that assemble whole batches without Python per sample."""
     if hasattr(base_of(dataset), "__getitems__"):
         return 0
     return min(MOST_AUTOMATIC_WORKERS, usable_workers(local_world_size))
@@ -58,20 +58,20 @@ def measure_workers(
     batches: int = MEASURED_BATCHES,
     limit_s: float = MEASURED_S,
 ) -> dict[int, float]:
-    """Seconds per batch for each worker count, start of the processes left out.
+    """Seconds per batch for each worker count, without the start of the processes.
 
     Args:
         candidates: Worker counts to try.
-        batches_of: Gives a fresh loader for a count.
-        batches: Most batches drawn per count.
-        limit_s: Most seconds spent per count after the first batches.
+        batches_of: Returns a new loader for a count.
+        batches: Most batches to draw per count.
+        limit_s: Most seconds to spend per count after the first batches.
     """
     return {count: _seconds_per_batch(iter(batches_of(count)), max(1, count), batches, limit_s) for count in candidates}
 
 
 def _seconds_per_batch(drawn: Iterator[Any], ahead: int, batches: int, limit_s: float) -> float:
     began = time.perf_counter()
-    # The first batch of each worker was made while the processes started.
+    # Leave out each worker's first batch, which was made while the processes started.
     early = sum(1 for _ in zip(range(ahead), drawn))
     started = time.perf_counter()
     count = 0
@@ -86,19 +86,19 @@ def _seconds_per_batch(drawn: Iterator[Any], ahead: int, batches: int, limit_s: 
 
 
 def as_it_is(batch: Any) -> Any:
-    """Collate function for batches that are batches already."""
+    """Collate function for samples that are complete batches already."""
     return batch
 
 
 class SharedEpoch:
-    """The epoch, where workers that outlive it can read it."""
+    """The epoch in shared memory, so that workers that survive an epoch can read it."""
 
     def __init__(self) -> None:
         self._value = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     @property
     def value(self) -> int:
-        """The epoch in force."""
+        """The current epoch."""
         return int(self._value.item())
 
     @value.setter
@@ -107,11 +107,10 @@ class SharedEpoch:
 
 
 class SeededDataset(Dataset[Any]):
-    """What workers read from: the user's data set, with random state set anew for every batch.
+    """The user's data set as workers read it: reseeded for every batch.
 
-    That includes generators which the data set holds. The state follows from seed, epoch and the batch's first sample,
-    so it does not depend on which worker draws the batch, on how many there are, or on whether the run was resumed in
-    between.
+    That includes generators held by the data set. The state depends on seed, epoch and the batch's first sample, so
+    not on which worker draws the batch, how many workers there are, or whether the run was resumed.
     """
 
     def __init__(self, inner: Any, seed: int, epoch: SharedEpoch) -> None:
@@ -128,7 +127,7 @@ class SeededDataset(Dataset[Any]):
         first = indices[0]
         if not isinstance(first, int):
             first = zlib.crc32(repr(first).encode())
-        if self._held is None:  # in the worker, whose copy of the data set it is
+        if self._held is None:  # here, because only the worker has this copy of the data set
             self._held = list(Walk({"dataset": self.inner}).generators.values())
         seed_process(self._seed, self._epoch.value, abs(first))
         for place, generator in enumerate(self._held):
@@ -139,18 +138,18 @@ class SeededDataset(Dataset[Any]):
 
 
 class WorkerStart:
-    """Runs first in every worker: shows the user's own function the user's own data set."""
+    """Runs first in every worker: shows the user's `worker_init_fn` the user's own data set."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
 
     def __call__(self, worker_id: int) -> None:
-        # Torch has it watch its parent too, but that may be the fork server; and what ends then waits until all batches
-        # that it has made are read, which nobody does any more.
+        # Torch also watches the worker's parent, but that may be the fork server; and a worker that exits normally
+        # waits until all its batches have been read, which no longer happens.
         call_after_parent(lambda: os._exit(1))
         info = get_worker_info()
         assert info is not None, "called outside a worker"
-        # torch guards the record against assignment; users expect the data set they passed, not the one around it.
+        # torch guards this attribute; users expect the data set they passed, not the wrapper around it.
         object.__setattr__(info, "dataset", info.dataset.inner)  # type: ignore[attr-defined]
         if self._then is not None:
             self._then(worker_id)

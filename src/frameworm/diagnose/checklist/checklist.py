@@ -1,6 +1,6 @@
-"""The optimisation checklist of a config, checked: what is done, what is not, and what does not apply, with reasons.
+"""Checks the optimisation checklist of a config: what is done, what is not, and what does not apply, with reasons.
 
-Pure functions of the resolved config, the machine's facts and the memory plan; nothing runs.
+Pure functions of the resolved config, the machine's facts and the memory plan; nothing is run.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from frameworm.diagnose.checklist.known_gains import RESULTS, unmeasured
 from frameworm.diagnose.checklist.ranks import rank_items
 from frameworm.diagnose.checklist.subject import Subject, no_matter
 from frameworm.diagnose.machine.judge import size
-from frameworm.records.machine import ChecklistItem, Gain
+from frameworm.records.machine import ChecklistItem, KnownGain
 
 __all__ = ["Subject", "check_config"]
 
 
 def check_config(subject: Subject) -> list[ChecklistItem]:
-    """Every item, in the order in which to work on them."""
+    """Return all items, in the order in which to work on them."""
     return [
         *(item(subject) for item in (_deterministic, _debugging)),
         *data_items(subject),
@@ -49,7 +49,7 @@ def _debugging(subject: Subject) -> ChecklistItem:
         left.append("data.limit=off")
     if not left:
         return ChecklistItem(name, "done", "no trace, ranges, replica checks or cut data set")
-    reason = "set for looking, not for training: " + ", ".join(text.partition("=")[0] for text in left)
+    reason = "set for debugging, not for training: " + ", ".join(text.partition("=")[0] for text in left)
     return ChecklistItem(name, "not done", reason, tuple(left), unmeasured(None))
 
 
@@ -62,7 +62,7 @@ def _micro_batch(subject: Subject) -> ChecklistItem:
         return no_matter(name, "no plan: no GPU is here to plan for, or the model cannot be run dry")
     if not plan.fits:
         reason = f"{size(plan.total_bytes)} do not fit in {size(plan.memory_bytes)}; frameworm memory shows what would"
-        gain = Gain("it trains at all", "modelled", "docs/memory.md#planning-frameworm-memory")
+        gain = KnownGain("it trains at all", "modelled", "docs/memory.md#planning-frameworm-memory")
         return ChecklistItem(name, "not done", reason, (), gain, "micro_batch", "memory_pressure")
     largest = plan.largest.get(subject.resolved.memory.activation_checkpointing, micro)
     taken = f"{size(plan.total_bytes)} of {size(plan.memory_bytes)}"
@@ -97,7 +97,7 @@ def _recompute(subject: Subject) -> ChecklistItem:
     gain = unmeasured("activation_checkpointing")
     if mode == "full":
         text = "up to 1.33x: full recomputing is one more forward pass in three passes' work"
-        gain = Gain(text, "modelled", "docs/memory.md#planning-frameworm-memory", 4 / 3)
+        gain = KnownGain(text, "modelled", "docs/memory.md#planning-frameworm-memory", 4 / 3)
     return ChecklistItem(name, "not done", reason, settings, gain, "activation_checkpointing", "compute_bound")
 
 
@@ -106,13 +106,13 @@ def _checkpoint(subject: Subject) -> ChecklistItem:
     if checkpoint.mode == "async":
         return ChecklistItem(name, "done", "checkpoint.mode: async", finding="checkpoint_stall")
     plan, storage = subject.plan, subject.facts.storage
-    gain = Gain(
+    gain = KnownGain(
         "the time of each write; checkpoint.stall_s in summary.json", "unknown", "docs/findings.md#checkpoint_stall"
     )
     if plan and plan.checkpoint_bytes and storage and storage.write_bytes_per_s:
         stall_s = plan.checkpoint_bytes / storage.write_bytes_per_s
         text = f"about {stall_s:.2g} s per checkpoint: {size(plan.checkpoint_bytes)} at the rate measured just now"
-        gain = Gain(text, "modelled", "docs/findings.md#checkpoint_stall")
+        gain = KnownGain(text, "modelled", "docs/findings.md#checkpoint_stall")
     reason = "training stops for each one"
     return ChecklistItem(name, "not done", reason, ("checkpoint.mode=async",), gain, None, "checkpoint_stall")
 
@@ -150,6 +150,6 @@ def _collector(subject: Subject) -> ChecklistItem:
     text = (
         "the longest step: 226 ms by Python's schedule, 47 ms between steps, where much is kept; none where nothing is"
     )
-    gain = Gain(text, "measured", f"{RESULTS}/gc_jitter-cpu.json")
+    gain = KnownGain(text, "measured", f"{RESULTS}/gc_jitter-cpu.json")
     settings = ("memory.enable_automatic_gc=true",)
     return ChecklistItem(name, "not done", "Python collects at random moments", settings, gain, None, "straggler")

@@ -1,4 +1,4 @@
-"""Items of the checklist on the input."""
+"""Checklist items for the input pipeline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from frameworm.records.machine import ChecklistItem
 
 
 def data_items(subject: Subject) -> list[ChecklistItem]:
-    """Padding, where the data lies, and who prepares it."""
+    """Return the items on padding, on where the data is kept, and on who prepares batches."""
     return [item(subject) for item in (_batching, _resident, _workers, _pinning)]
 
 

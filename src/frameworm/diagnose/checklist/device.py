@@ -1,4 +1,4 @@
-"""Items of the checklist on the device: numbers, kernels, graphs."""
+"""Checklist items for the device: precision, kernels, graphs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from frameworm.diagnose.checklist.known_gains import capture_gain, gpt_gain, pre
 from frameworm.diagnose.checklist.subject import Subject, no_matter
 from frameworm.records.machine import ChecklistItem
 
-FUSED_LOSS_WORDS = 8192  # from where model.fused_loss: auto is on
+FUSED_LOSS_WORDS = 8192  # model.fused_loss: auto is on from this vocabulary size
 HOPPER = 9.0
-OWN_WIDTHS, OWN_LENGTHS = (32, 64), 128  # heads and contexts for which gpt has attention kernels of its own
+OWN_WIDTHS, OWN_LENGTHS = (32, 64), 128  # head widths and context lengths for which gpt has its own attention kernels
 
 
 def device_items(subject: Subject) -> list[ChecklistItem]:
-    """Precision, kernels, compiling and capturing."""
+    """Return the items on precision, kernels, compilation and capture."""
     items = (_precision, _tf32, _attention, _fused_loss, _residual, _compile, _capture, _fused_optimizer)
     return [item(subject) for item in items]
 
@@ -90,7 +90,7 @@ def _fused_loss(subject: Subject) -> ChecklistItem:
 
 
 def _residual(subject: Subject) -> ChecklistItem:
-    name, model = "half-precision stream between layers", subject.resolved.model
+    name, model = "half-precision residual stream", subject.resolved.model
     if not isinstance(model, GPTModelConfig):
         return no_matter(name, "a setting of gpt")
     if subject.resolved.gpu.mixed_precision == "off":

@@ -1,4 +1,4 @@
-"""Items of the checklist that matter with several processes."""
+"""Checklist items that matter with several processes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from frameworm.config.schema import Config
 from frameworm.diagnose.checklist.known_gains import compression_gain, unmeasured
 from frameworm.diagnose.checklist.subject import Subject
 from frameworm.diagnose.rules.ranks import BUCKETS_TO_OVERLAP, SMALLEST_BUCKET_MB
-from frameworm.records.machine import ChecklistItem, Gain, Intent, MachineFacts, PlanFacts
+from frameworm.records.machine import ChecklistItem, Intent, KnownGain, MachineFacts, PlanFacts
 
-# Tokens of a pass on one rank. On four GPUs the small AG News model (1,024) ran at 0.46 times one GPU's speed, IMDB's
-# (4,096) at 3.49 times: a line between the two, until a run and `frameworm predict` say more.
+# Tokens per pass and rank. On four GPUs the small AG News model (1,024) ran at 0.46 times one GPU's speed, IMDB's
+# (4,096) at 3.49 times. The threshold lies between them, until a run and `frameworm predict` tell more.
 FEW_TOKENS = 4096
 ALONE = "there is one process"
 _MIB = 2**20
 
 
 def rank_items(subject: Subject) -> list[ChecklistItem]:
-    """Work per rank, strategy, buckets, compression, unused parameters."""
+    """Return the items on work per rank, strategy, buckets, compression and unused parameters."""
     resolved, facts, intent, plan = subject.resolved, subject.facts, subject.intent, subject.plan
     names = (WORK, STRATEGY, BUCKETS, COMPRESSION, UNUSED)
     if intent.world_size < 2:
@@ -49,7 +49,7 @@ def _work(resolved: Config, intent: Intent) -> ChecklistItem:
     whole = training.global_batch or 0
     reason = f"{per_rank} and rank: gradients of the whole model are sent for little computing"
     text = "not known before a run on one device: frameworm predict RUN says from where more ranks pay"
-    gain = Gain(text, "unknown", "docs/findings.md#negative_scaling")
+    gain = KnownGain(text, "unknown", "docs/findings.md#negative_scaling")
     settings = (f"training.global_batch={whole * intent.world_size}",) if whole else ()
     return ChecklistItem(
         WORK, "not done", f"{reason} (a larger global batch needs another lr)", settings, gain, None, "negative_scaling"
@@ -66,7 +66,7 @@ def _strategy(resolved: Config, plan: PlanFacts | None) -> ChecklistItem:
         return ChecklistItem(STRATEGY, "done", f"strategy {strategy}, and ddp does not fit")
     sent = {"zero1": 1.5, "zero2": 1.0, "zero3": 1.5}[strategy]
     text = f"ddp sends {1 / sent:.0%} of the bytes of {strategy}" if sent > 1 else "as many bytes, better hidden"
-    gain = Gain(text, "modelled", "docs/memory.md#strategies-zero1-zero2-and-zero3")
+    gain = KnownGain(text, "modelled", "docs/memory.md#strategies-zero1-zero2-and-zero3")
     reason = f"{strategy} divides what would fit whole"
     return ChecklistItem(
         STRATEGY, "not done", reason, ("parallel.strategy=ddp",), gain, "strategy", "communication_bound"

@@ -1,4 +1,4 @@
-"""What the checklist is about: a config on a machine."""
+"""The subject of the checklist: a config on a machine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from frameworm.records.machine import ChecklistItem, Intent, MachineFacts, PlanF
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked.
+    """What the checklist is applied to.
 
     Attributes:
-        config: As the user wrote it.
-        resolved: With every `auto` decided.
+        config: The config as the user wrote it.
+        resolved: The config with every `auto` decided.
         facts: The machine.
-        intent: How many processes.
-        plan: The memory plan; None: nobody could make one.
+        intent: The number of processes.
+        plan: The memory plan; None if it could not be made.
     """
 
     config: Config
@@ -28,15 +28,15 @@ class Subject:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether training runs on a GPU."""
+        """True if training runs on a GPU."""
         return self.resolved.gpu.device == "cuda"
 
     @property
     def capability(self) -> float | None:
-        """Of the first GPU."""
+        """Compute capability of the first GPU; None if unknown."""
         return self.facts.gpus[0].capability if self.facts.gpus else None
 
 
 def no_matter(name: str, reason: str) -> ChecklistItem:
-    """An item that does not apply, and why."""
+    """Return an item that does not apply, with the reason."""
     return ChecklistItem(name, "does not apply", reason)

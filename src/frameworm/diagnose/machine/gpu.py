@@ -1,4 +1,4 @@
-"""Checks of GPUs, their driver, their clocks and what connects them."""
+"""Checks of GPUs, their driver, clocks and interconnect."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ GROUP = "GPUs"
 
 # Minimum driver of each CUDA major version, from NVIDIA's "CUDA Compatibility", table of minor version compatibility.
 MINIMUM_DRIVERS = {11: 450, 12: 525, 13: 580}
-# Words of hardware/nvml.py. A power cap under load is how such cards are run; the others hold the clock below that.
+# Words from hardware/nvml.py. Cards run at the power cap under load by design; other reasons lower the clock further.
 HARMLESS_THROTTLING = {"power cap", "sync boost"}
 HELD_BY_OTHERS = 0.05
-CONTEXT_BYTES = 2**30  # asking torch for its GPUs may take a context by itself
+CONTEXT_BYTES = 2**30  # querying torch for its GPUs may create a context by itself
 
 
 def gpu_checks(facts: MachineFacts, variables: Mapping[str, str], intent: Intent) -> list[Check]:
-    """GPUs and everything about them; without one, that there is none."""
+    """Return all checks of GPUs; without GPUs, that there are none."""
     checks: list[Check | None] = [_gpus(facts, variables, intent), _driver(facts)]
     if facts.gpus:
         checks += [_same_gpus(facts), _gpu_memory(facts), _throttling(facts), _interconnect(facts), _slots(facts)]
@@ -91,7 +91,7 @@ def _same_gpus(facts: MachineFacts) -> Check | None:
 
 
 def _gpu_memory(facts: MachineFacts) -> Check:
-    why = "what other programs hold is missing for training, and they take computing time too"
+    why = "memory used by other programs is not available for training, and they use computing time too"
     told = [(index, gpu.used_bytes, gpu.memory_bytes) for index, gpu in enumerate(facts.gpus)]
     known = [(index, used, total) for index, used, total in told if used is not None and total]
     if not known:
@@ -108,7 +108,7 @@ def _gpu_memory(facts: MachineFacts) -> Check:
 
 
 def _throttling(facts: MachineFacts) -> Check:
-    why = "a GPU below its clock is slower by as much (throttled)"
+    why = "a GPU below its clock is slower in proportion (throttled)"
     told = [(i, gpu) for i, gpu in enumerate(facts.gpus) if gpu.throttle_reasons is not None]
     if not told:
         return Check("clock throttling", GROUP, "not known", "unknown", _install_nvml(facts), why)
@@ -119,7 +119,7 @@ def _throttling(facts: MachineFacts) -> Check:
         if reasons
     ]
     if words:
-        remedy = "see cooling, power supply and nvidia-smi -q -d PERFORMANCE; use other GPUs until it is mended"
+        remedy = "see cooling, power supply and nvidia-smi -q -d PERFORMANCE; use other GPUs until it is fixed"
         return Check("clock throttling", GROUP, "; ".join(words), "problem", remedy, why)
     if any(gpu.throttle_reasons for _, gpu in told):
         return Check("clock throttling", GROUP, "at the power limit, as under load", "ok", "", why)
@@ -158,7 +158,7 @@ def _slots(facts: MachineFacts) -> Check:
     ]
     if not told:
         return Check("PCIe", GROUP, "not known", "unknown", _install_nvml(facts), why)
-    # Only the width: the generation drops while a GPU is idle.
+    # Only the width, because the generation drops while a GPU is idle.
     narrow = [f"GPU {index} x{width} of x{widest}" for index, width, widest in told if width < widest]
     if narrow:
         remedy = "seat the card in a full slot, or see the board's lane sharing"

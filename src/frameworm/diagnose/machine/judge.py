@@ -1,6 +1,6 @@
-"""Whether a machine is fit to train on: pure functions from what was found to checks.
+"""Judges whether a machine is fit to train on: pure functions from facts to checks.
 
-Each check says what was found, whether that is right, what to do and why. What nobody could find out is `unknown`,
+Each check says what was found, whether it is right, what to do and why. What could not be determined is `unknown`,
 never ok.
 """
 
@@ -16,10 +16,10 @@ from frameworm.records.machine import Check, Intent, MachineFacts, StorageFacts,
 
 GROUP = "processors and memory"
 
-# Docker gives 64 MiB of shared memory unless told; a few batches of a few workers are beyond that.
+# Docker's default is 64 MiB of shared memory, less than a few batches of a few workers need.
 SHM_TOO_SMALL_BYTES, SHM_SMALL_BYTES = 128 * 2**20, 2**30
 FEWEST_FILES, ENOUGH_FILES = 1024, 4096
-BUSY_WITH_OTHERS = 0.5  # programs per core that want to run
+BUSY_WITH_OTHERS = 0.5  # runnable programs per core
 THROTTLED_OFTEN = 0.05
 LITTLE_MEMORY = 0.1
 SLOW_STORAGE_BYTES_PER_S = 100e6
@@ -35,13 +35,13 @@ def judge_machine(
     intent: Intent | None = None,
     contradictions: Sequence[str] = (),
 ) -> list[Check]:
-    """Judge a machine and the variables around a process.
+    """Judge a machine and the environment variables of a process.
 
     Args:
         facts: What was found.
         variables: Environment variables.
-        intent: What is going to run.
-        contradictions: What the launch variables say against each other, one sentence each.
+        intent: What is about to run.
+        contradictions: Contradictions between the launch variables, one sentence each.
     """
     intent = intent or Intent()
     return [
@@ -53,7 +53,7 @@ def judge_machine(
 
 
 def host_checks(facts: MachineFacts, variables: Mapping[str, str], intent: Intent) -> list[Check]:
-    """Processors, memory, limits and storage."""
+    """Return the checks of processors, memory, limits and storage."""
     ranks = ranks_on_these_cores(facts, variables, intent)
     found: list[Check | None] = [
         _cores(facts, ranks),
@@ -88,7 +88,7 @@ def _cores(facts: MachineFacts, ranks: int) -> Check:
 
 
 def _affinity(facts: MachineFacts) -> Check:
-    why = "a process bound to few cores computes on those only, whatever the machine has"
+    why = "a process bound to a few cores uses only those, however many the machine has"
     bound, total = facts.cpus_bound, facts.cpus_total
     if bound is None or not total:
         return Check("cpu affinity", GROUP, "not known", "unknown", "", why)
@@ -109,7 +109,7 @@ def _affinity(facts: MachineFacts) -> Check:
         )
     if len(bound) == 1 and total > 1:
         remedy = (
-            "if that is not meant: look for taskset, OMP_PROC_BIND, --cpu-bind, or an import that binds the process"
+            "if this is not intended, look for taskset, OMP_PROC_BIND, --cpu-bind, or an import that binds the process"
         )
         return Check("cpu affinity", GROUP, found, "advice", remedy, why)
     return Check("cpu affinity", GROUP, found, "ok", "", why)
@@ -149,14 +149,14 @@ def _threads(facts: MachineFacts, variables: Mapping[str, str], intent: Intent, 
     on_cpu = intent.on_gpu is False or (intent.on_gpu is None and not facts.gpus)
     if on_cpu and threads < share:
         remedy = f"OMP_NUM_THREADS={share}, or training.cpu_threads: {share}, if no other program needs the cores"
-        return Check("threads", GROUP, found, "advice", remedy, "on a CPU idle cores are idle matrix products")
+        return Check("threads", GROUP, found, "advice", remedy, "on a CPU, matrix products should use all cores")
     return Check("threads", GROUP, found, "ok", "", why)
 
 
 def _governor(facts: MachineFacts) -> Check | None:
     if facts.governor is None:
-        return None  # virtual machines have none, and nothing can be done about it there
-    why = "short steps end before a core that was idle has come up to speed"
+        return None  # virtual machines have none, and there nothing can be done about it
+    why = "short steps end before an idle core has reached full speed"
     if facts.governor == "powersave":
         remedy = "cpupower frequency-set -g performance (needs root)"
         return Check("cpu governor", GROUP, facts.governor, "advice", remedy, why)
@@ -164,12 +164,14 @@ def _governor(facts: MachineFacts) -> Check | None:
 
 
 def _load(facts: MachineFacts) -> Check:
-    why = "steps share the cores with whatever else runs, and figures measured meanwhile mean little"
+    why = "steps share the cores with everything else that runs, which makes measurements unreliable"
     if facts.load is None or not facts.cpus_total:
         return Check("other load", GROUP, "not known", "unknown", "", why)
     found = f"load {facts.load:.1f} on {_cores_text(facts.cpus_total)}"
     if facts.load > BUSY_WITH_OTHERS * facts.cpus_total:
-        return Check("other load", GROUP, found, "advice", "see who (top), and measure when it is quiet", why)
+        return Check(
+            "other load", GROUP, found, "advice", "see which programs run (top), and measure on a quiet machine", why
+        )
     return Check("other load", GROUP, found, "ok", "", why)
 
 
@@ -223,10 +225,10 @@ def _compiler(facts: MachineFacts, intent: Intent) -> Check:
 def _storage(storage: StorageFacts | None, intent: Intent) -> Check:
     name, why = "run folder", "checkpoints are written and synced here; training waits when the next one comes too soon"
     if storage is None or storage.writable is None:
-        return Check(name, GROUP, "not looked at", "unknown", "", why)
+        return Check(name, GROUP, "not checked", "unknown", "", why)
     if not storage.writable:
         found = f"{storage.path}: {storage.error or 'cannot be written'}"
-        return Check(name, GROUP, found, "problem", "choose another with --out, or mend its rights or quota", why)
+        return Check(name, GROUP, found, "problem", "choose another with --out, or fix its permissions or quota", why)
     kind = storage.filesystem
     found = storage.path + (f" ({kind})" if kind else "")
     rate, free = storage.write_bytes_per_s, storage.free_bytes
@@ -236,13 +238,13 @@ def _storage(storage: StorageFacts | None, intent: Intent) -> Check:
         found += f", {size(free)} free"
     needed = LITTLE_STORAGE_BYTES
     if intent.checkpoint_bytes is not None:
-        # The newest is written beside those that are kept.
+        # The newest checkpoint is written before an old one is removed.
         needed = max(needed, intent.checkpoint_bytes * (intent.keep + 1))
     if free is not None and free < needed:
         remedy = f"free {size(needed - free)}, lower checkpoint.keep, or choose another folder with --out"
         return Check(name, GROUP, found, "problem", remedy, why)
     if kind in MEMORY_FILESYSTEMS:
-        remedy = "choose a disk with --out: what lies in memory is gone after a restart, and takes memory"
+        remedy = "choose a disk with --out: files in memory are lost at a restart, and use up memory"
         return Check(name, GROUP, found, "advice", remedy, why)
     if rate is None:
         return Check(name, GROUP, found, "unknown", "", why)
@@ -260,7 +262,7 @@ def _storage(storage: StorageFacts | None, intent: Intent) -> Check:
 
 
 def ranks_on_these_cores(facts: MachineFacts, variables: Mapping[str, str], intent: Intent) -> int:
-    """Ranks that share the cores of this process; srun binds each task to cores of its own."""
+    """Number of ranks that share this process's cores; srun binds each task to its own cores."""
     bound, total = facts.cpus_bound, facts.cpus_total
     own = variables.get("SLURM_CPUS_PER_TASK", "")
     if bound and total and len(bound) < total and own == str(len(bound)):
@@ -273,7 +275,7 @@ def _cores_text(count: int) -> str:
 
 
 def size(value: float | None) -> str:
-    """Bytes for people."""
+    """Format bytes for people."""
     if value is None:
         return "unknown"
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
@@ -283,7 +285,7 @@ def size(value: float | None) -> str:
 
 
 def _ranges(cores: frozenset[int]) -> str:
-    """0-3,8 for {0, 1, 2, 3, 8}."""
+    """Format core numbers: 0-3,8 for {0, 1, 2, 3, 8}."""
     parts: list[list[int]] = []
     for core in sorted(cores):
         if parts and core == parts[-1][-1] + 1:

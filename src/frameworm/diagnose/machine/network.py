@@ -13,7 +13,7 @@ LITTLE_LOCKED_BYTES = 2**30
 def network_checks(
     facts: MachineFacts, variables: Mapping[str, str], intent: Intent, contradictions: Sequence[str]
 ) -> list[Check]:
-    """Ports, names, interfaces and launch variables."""
+    """Return the checks of ports, names, interfaces and launch variables."""
     checks: list[Check | None] = [
         _port(facts),
         _host_name(facts, variables, intent),
@@ -53,7 +53,7 @@ def _host_name(facts: MachineFacts, variables: Mapping[str, str], intent: Intent
         verdict: Verdict = "problem" if intent.nodes > 1 else "advice"
         return Check("host name", GROUP, "cannot be resolved", verdict, remedy, why)
     if facts.host_is_loopback and intent.nodes > 1:
-        remedy = "set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network's interface, or mend /etc/hosts"
+        remedy = "set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network's interface, or fix /etc/hosts"
         return Check("host name", GROUP, "leads to a loopback address", "problem", remedy, why)
     found = "leads to a loopback address, which is enough for one machine" if facts.host_is_loopback else "resolves"
     return Check("host name", GROUP, found, "ok", "", why)
@@ -78,7 +78,7 @@ def _launch(variables: Mapping[str, str], contradictions: Sequence[str]) -> Chec
 def _interface(name: str, facts: MachineFacts, variables: Mapping[str, str], intent: Intent) -> Check | None:
     value = variables.get(name)
     outside = [card for card in facts.interfaces if card != "lo"]
-    why = "on the wrong interface ranks cannot reach each other, or go the slow way"
+    why = "on the wrong interface, ranks cannot reach each other or are slow"
     if not value:
         if intent.nodes > 1 and len(outside) > 1 and name == "GLOO_SOCKET_IFNAME":
             remedy = f"set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the fast one of {', '.join(outside)}"
@@ -86,7 +86,7 @@ def _interface(name: str, facts: MachineFacts, variables: Mapping[str, str], int
         return None
     if value.startswith("^") or not facts.interfaces:
         return Check(name, GROUP, value, "ok" if facts.interfaces else "unknown", "", why)
-    # NCCL takes prefixes, and names after an equals sign; gloo takes names.
+    # NCCL accepts prefixes, and exact names after an equals sign; gloo accepts exact names.
     wanted = [part for part in value.lstrip("=").split(",") if part]
     exact = value.startswith("=") or name.startswith("GLOO")
     there = [

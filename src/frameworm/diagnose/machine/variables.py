@@ -1,7 +1,7 @@
-"""Environment variables that are worth setting, or worth unsetting, each with its reason.
+"""Environment variables that should be set or unset, each with its reason.
 
 A rule is data: the variable, when it matters, which values are wrong, and why. Sources: NCCL's user guide ("should not
-be used in production nor retained in scripts" for what is under Debugging there), torch's ProcessGroupNCCL.hpp and
+be used in production nor retained in scripts" for its Debugging section), torch's ProcessGroupNCCL.hpp and
 FlightRecorder.hpp, torch's notes on CUDA.
 """
 
@@ -36,7 +36,7 @@ def _always(facts: MachineFacts, intent: Intent) -> bool:
 
 @dataclass(frozen=True)
 class Unwanted:
-    """A variable that costs time, or hides an error, when it has certain values."""
+    """A variable that costs time, or hides an error, if it has certain values."""
 
     name: str
     verdict: Verdict
@@ -46,7 +46,7 @@ class Unwanted:
     remedy: str = "unset it"
 
     def matches(self, value: str) -> bool:
-        """Whether this value is one of the unwanted; no values given: any is."""
+        """True if this value is unwanted; if no values are listed, any value is."""
         return not self.values or value.strip().lower() in self.values
 
 
@@ -57,10 +57,10 @@ UNWANTED: tuple[Unwanted, ...] = (
         "problem",
         "every tensor is allocated by the driver, which waits for the GPU",
         _on_gpu,
-        frozenset(),  # torch asks only whether it is set
+        frozenset(),  # torch only checks whether it is set
     ),
     Unwanted(
-        "NCCL_P2P_DISABLE", "problem", "GPUs no longer copy to each other directly, NVLink lies idle", _several_gpus
+        "NCCL_P2P_DISABLE", "problem", "GPUs no longer copy to each other directly, NVLink is unused", _several_gpus
     ),
     Unwanted("NCCL_SHM_DISABLE", "problem", "ranks of one machine talk over the network instead", _several_gpus),
     Unwanted(
@@ -97,7 +97,7 @@ UNWANTED: tuple[Unwanted, ...] = (
     Unwanted(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         "problem",
-        "a rank that waits for a dead one hangs for ever",
+        "a rank that waits for a dead one hangs forever",
         _several_gpus,
         frozenset({"0"}),
     ),
@@ -128,7 +128,7 @@ UNWANTED: tuple[Unwanted, ...] = (
     Unwanted(
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES",
         "advice",
-        "every start compiles everything anew",
+        "every start recompiles everything",
         lambda facts, intent: intent.compiles,
     ),
     Unwanted("CUDA_CACHE_DISABLE", "advice", "kernels that the driver compiles are compiled at every start", _on_gpu),
@@ -152,7 +152,7 @@ UNWANTED: tuple[Unwanted, ...] = (
 
 
 def variable_checks(facts: MachineFacts, variables: Mapping[str, str], intent: Intent) -> list[Check]:
-    """What is set and should not be, and what is not set and should be; one line when all is well."""
+    """Return problems with set and unset variables; a single ok line if there are none."""
     checks: list[Check | None] = [_omp(facts, variables, intent)]
     for rule in UNWANTED:
         value = variables.get(rule.name)
@@ -182,7 +182,9 @@ def _omp(facts: MachineFacts, variables: Mapping[str, str], intent: Intent) -> C
         return Check(name, GROUP, "not set, which is right for one process", "ok", "", why)
     first = value.split(",")[0].strip()
     if not first.isdigit() or int(first) < 1:
-        return Check(name, GROUP, value, "problem", f"set a number such as {share or 1}", "it is no number of threads")
+        return Check(
+            name, GROUP, value, "problem", f"set a number such as {share or 1}", "this is not a number of threads"
+        )
     if usable is not None and int(first) * intent.processes > usable:
         remedy = f"OMP_NUM_THREADS={share}"
         return Check(name, GROUP, value, "advice", remedy, "threads beyond the cores take turns (cpu_oversubscribed)")
@@ -215,7 +217,7 @@ def _nccl_debug(facts: MachineFacts, variables: Mapping[str, str], intent: Inten
 
 
 def _elastic(variables: Mapping[str, str]) -> Check | None:
-    """For workers of a bare torchrun; frameworm's own launcher sets it."""
+    """For workers of plain torchrun; frameworm's own launcher sets it."""
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     restarts = variables.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if not restarts.isdigit() or int(restarts) < 1 or variables.get(name) == "1":
@@ -234,7 +236,7 @@ def _allocator(facts: MachineFacts, variables: Mapping[str, str], intent: Intent
         if key.strip() == "max_split_size_mb" and number.strip().isdigit() and int(number) < 64:
             remedy = "raise it to 128 or more, or try expandable_segments:True against fragmentation"
             return Check(
-                "PYTORCH_ALLOC_CONF", GROUP, value, "advice", remedy, "blocks this small are allocated anew often"
+                "PYTORCH_ALLOC_CONF", GROUP, value, "advice", remedy, "blocks this small are reallocated often"
             )
     return Check("PYTORCH_ALLOC_CONF", GROUP, value, "ok", "", why)
 
@@ -257,7 +259,7 @@ def _architectures(facts: MachineFacts, variables: Mapping[str, str], intent: In
 
 
 def _compute_capabilities(value: str) -> list[tuple[float, bool]] | None:
-    """The capabilities in a list such as `8.0;9.0+PTX`, each with whether it has PTX; None where names are used."""
+    """Parse a list such as `8.0;9.0+PTX` to capabilities and whether each has PTX; None if it contains names."""
     found = []
     for word in value.replace(";", " ").replace(",", " ").split():
         number, _, more = word.partition("+")
@@ -269,5 +271,5 @@ def _compute_capabilities(value: str) -> list[tuple[float, bool]] | None:
 
 
 def _runs(capability: float, named: list[tuple[float, bool]]) -> bool:
-    """Compiled code runs on its own major version, from its minor version on; PTX on every later GPU."""
+    """True if the GPU can run it: binaries need the same major and at least that minor version, PTX any later GPU."""
     return any(built <= capability and (ptx or int(built) == int(capability)) for built, ptx in named)

@@ -1,4 +1,4 @@
-"""Everything the rules look at, gathered once from the records of a run. What is not known is None."""
+"""Everything the rules need, gathered once from the records of a run. None means unknown."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from frameworm.records.writer import StepReader
 StepsOfRanks = StepAccount | Iterable[StepRecord] | Mapping[int, StepAccount | Iterable[StepRecord]]
 
 FEWEST_SAMPLES = 3
-# Without the steps themselves the error of a mean is guessed from their spread; neighbours resemble each other.
+# Without the steps, the error of a mean is estimated from their spread; this factor allows for correlated neighbours.
 CORRELATION = 2.0
-# A profiler's own work makes the host slower, so that its shares are not exact however many steps it saw.
+# The profiler slows the host down, so its fractions are inexact however many steps it saw.
 TRACE_ERROR = 0.1
 
 
@@ -31,10 +31,10 @@ class Option(NamedTuple):
     """Something to try.
 
     Attributes:
-        knob: The setting; empty for a sentence that holds anywhere.
-        value: What it should become.
-        ours: The sentence for a config; empty where a config needs none.
-        key: Where the words for a script are found, if not by the knob.
+        knob: The setting; empty for advice that applies anywhere.
+        value: The value to set.
+        ours: The sentence for a config; empty if a config needs none.
+        key: Key of the wording for a script, if it is not the knob.
     """
 
     knob: str
@@ -48,16 +48,16 @@ class Facts:
     """What is known about a run.
 
     Attributes:
-        measured_steps: Steps the figures are made of, without the warm-up.
-        step_s: Mean step, less checkpoints and validation.
-        phases: Share of each phase in the time of all steps, with its error.
-        metrics: Share of measures within the phases: `sync_s`, `logging_s` and what a script records itself.
-        counts: Mean per step of measures that are not in seconds.
+        measured_steps: Number of steps behind the metrics, without the warm-up.
+        step_s: Mean step without checkpoints and validation.
+        phases: Fraction of all step time in each phase, with its error.
+        metrics: Fractions for metrics within the phases: `sync_s`, `logging_s` and what a script records itself.
+        counts: Mean per step of metrics that are not in seconds.
         drift: How much slower steps became over the run.
-        rank_waits: Share of the time each rank waited for later ones.
-        gpu_busy: Share of the time in which a kernel ran.
-        idle: Share of the time the GPU had nothing to do although data was there, or None.
-        settings: The resolved config by section, empty when not at hand.
+        rank_waits: Fraction of the time each rank waited for later ones.
+        gpu_busy: Fraction of the time in which a kernel ran.
+        idle: Fraction of the time the GPU had nothing to do although data was ready, or None.
+        settings: The resolved config by section; empty if not available.
     """
 
     record: RunRecord
@@ -76,16 +76,16 @@ class Facts:
     on_gpu: bool | None = None
     gpu_busy: Estimate | None = None
     idle: Estimate | None = None
-    rows: float | None = None  # of a micro-batch: tokens, or samples where nobody counts tokens
+    rows: float | None = None  # per micro-batch: tokens, or samples if tokens are not counted
 
     @property
     def noise(self) -> float | None:
-        """Standard error of the mean step, relative to it."""
+        """Relative standard error of the mean step."""
         return self.step_s.error / self.step_s.value if self.step_s is not None and self.step_s.value > 0 else None
 
     @property
     def attached(self) -> bool:
-        """Whether the run was somebody else's script, which has no config of ours."""
+        """True if the run was a user's own script, which has no frameworm config."""
         return self.record.source != "engine"
 
     @property
@@ -95,7 +95,7 @@ class Facts:
 
     @property
     def compute(self) -> Estimate | None:
-        """Share of forward and backward, or of the graph that holds them, less what the GPU spent idle in them."""
+        """Fraction of forward and backward, or of the graph that contains them, minus the GPU's idle time in them."""
         forward, backward = self.phases.get("forward"), self.phases.get("backward")
         replay = self.phases.get("graph_replay")
         if replay is not None:
@@ -108,29 +108,29 @@ class Facts:
 
     @property
     def cores(self) -> float | None:
-        """Cores for one process, where all processes of its host share them."""
+        """Cores per process, if all processes of its host share them."""
         cores = self.fact("cpus_usable")
         return None if cores is None or cores < 1 else cores / self.local_processes
 
     @property
     def local_processes(self) -> int:
-        """Processes on the host of rank 0, as far as known; else one."""
+        """Number of processes on the host of rank 0; 1 if unknown."""
         hosts = [rank.host for rank in self.ranks]
         return max(1, hosts.count(hosts[0])) if hosts and hosts[0] is not None else 1
 
     @property
     def workers(self) -> int | None:
-        """Loader processes of one rank."""
+        """Number of loader processes per rank."""
         found = known(self.setting("data.num_workers"))
         found = self.fact("num_workers") if found is None else found
         return None if found is None else int(found)
 
     def fact(self, name: str) -> float | None:
-        """A number of the environment's fingerprint."""
+        """Return a number from the environment's fingerprint."""
         return known((self.record.environment or {}).get(name))
 
     def setting(self, knob: str) -> Any:
-        """A value of the config by its dotted name; None when there is no config or no such key."""
+        """Return a config value by its dotted name; None if there is no config or no such key."""
         value: Any = self.settings
         for part in knob.split("."):
             if not isinstance(value, Mapping) or part not in value:
@@ -139,14 +139,14 @@ class Facts:
         return value
 
     def seconds(self, share: Estimate | None) -> float | None:
-        """A share of the step as seconds of the mean step."""
+        """Convert a fraction of the step to seconds of the mean step."""
         if share is None or self.step_s is None:
             return None
         training = 1.0 - sum(self.phases[name].value for name in ("checkpoint", "validation") if name in self.phases)
         return share.value * self.step_s.value / training if training > 0 else None
 
     def remedies(self, *options: Option) -> list[Remedy]:
-        """Those of the remedies that would change anything here, in the words of the config or of the script."""
+        """Return the remedies that would change something here, worded for the config or the script."""
         found = []
         for option in options:
             text = self._words(option)
@@ -240,7 +240,7 @@ def _account(steps: StepAccount | Iterable[StepRecord], record: RunRecord) -> St
 
 
 def _exact(sampled: Mapping[str, Estimate], record: RunRecord) -> dict[str, Estimate]:
-    """The shares of the summary, which is of all steps, with the errors of a sample; a phase it missed has its size."""
+    """Fractions from the summary (of all steps) with errors from the sample; a missed phase has an error of 100%."""
     found = {}
     for name, phase in (record.phases or {}).items():
         share = None if phase is None else known(phase.share)
@@ -266,7 +266,7 @@ def _on_gpu(record: RunRecord) -> bool | None:
 
 
 def _from_record(record: RunRecord) -> tuple[int, Estimate | None, dict[str, Estimate]]:
-    """Figures of a summary whose steps are not at hand: the errors are bounds that follow from the spread of steps."""
+    """Metrics of a summary without its steps: the errors are bounds derived from the spread of steps."""
     spread = record.throughput.step_s if record.throughput is not None else None
     mean = known(spread.mean) if spread is not None else None
     std = known(spread.std) if spread is not None else None
@@ -286,13 +286,13 @@ def _from_record(record: RunRecord) -> tuple[int, Estimate | None, dict[str, Est
 
 
 def mean_of(system: SystemSummary, spread: Statistics | None) -> Estimate | None:
-    """The median of a sampled figure: start-up and end of a run are no part of its middle."""
+    """Return the median of a sampled metric; unlike the mean, it ignores the start and the end of a run."""
     samples = int(known(system.samples) or 0)
     value = known(spread.p50) if spread is not None else None
     std = known(spread.std) if spread is not None else None
     if value is None or std is None or samples < FEWEST_SAMPLES:
         return None
-    # The median of a normal sample is known 1.25 times less well than its mean.
+    # The standard error of the median of a normal sample is 1.25 times that of its mean.
     return Estimate(value, 1.25 * std / math.sqrt(samples), samples - 1)
 
 
@@ -320,10 +320,10 @@ def _idle(
     explained = ["data_wait", "transfer", "checkpoint"]
     parallel = settings.get("parallel")
     backend = parallel.get("backend") if isinstance(parallel, Mapping) else None
-    if backend != "nccl":  # its kernels count as busy; gloo has none
+    if backend != "nccl":  # NCCL's kernels count as busy; gloo has none
         explained.append("communication_exposed")
     if record.source == "engine":
-        explained.append("other")  # what listeners take between two steps
+        explained.append("other")  # time of listeners between two steps
     for name in explained:
         idle = idle.minus(phases.get(name))
     if record.source == "engine":

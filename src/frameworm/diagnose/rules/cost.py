@@ -1,7 +1,7 @@
-"""What a cost is worth saying: severity, expected gain, and the finding made of both.
+"""How much a cost matters: its severity, its expected gain, and the finding made of both.
 
-A share of the step counts by what removing it would gain, and only as far as it stands out of its own noise: the lower
-end of its 95% interval decides.
+A fraction of the step counts by what removing it would gain, and only as far as it exceeds its own noise: the lower end
+of its 95% interval decides.
 
 | severity | removing the cost would gain at least | share of the step |
 |---|---|---|
@@ -23,30 +23,30 @@ GAINS = {"critical": 1.5, "warning": 1.1, "info": 1.02}
 SHARES = {name: 1 - 1 / gain for name, gain in GAINS.items()}
 
 _MOST = 0.99  # a step never costs nothing
-# An estimate that spans more than this factor, or may be nothing, is no figure to print.
+# If the range spans more than this factor, or the lower end gains less than this, no number is shown.
 WIDEST, LEAST_GAIN = 4.0, 1.05
 
 
 def severity_of(share: Estimate) -> str | None:
-    """How much a share of the step matters; None when it does not stand out."""
+    """How much a fraction of the step matters; None if it is not significant."""
     return next((name for name, least in SHARES.items() if share.low > least), None)
 
 
 def undecided(share: Estimate) -> bool:
-    """Whether a cost may be worth a warning or nothing at all: only more steps can tell."""
+    """True if a cost may be worth a warning or nothing at all, which only more steps can decide."""
     return share.value > SHARES["warning"] and share.low <= SHARES["info"]
 
 
 def expected_speedup(share: Estimate, removable: float = 1.0) -> ExpectedSpeedup | None:
-    """Amdahl's law on a share of the step; None where that is too uncertain for a figure.
+    """Apply Amdahl's law to a fraction of the step; None if it is too uncertain to give a number.
 
     Args:
         share: What the cause costs.
-        removable: How much of it the remedy takes away at best.
+        removable: Largest fraction of it that the remedy can remove.
 
     Returns:
-        `value` when all that is removable goes, `low` when half of the lower bound does, `high` when all of the upper
-        bound does.
+        `value` if everything removable goes, `low` if half of that goes at the lower bound, `high` if everything goes
+        at the upper bound.
     """
     low = 1 / (1 - min(clamp(share.low) * removable / 2, _MOST))
     high = 1 / (1 - min(clamp(share.high) * removable, _MOST))
@@ -65,11 +65,15 @@ def costed(
     removable: float = 1.0,
     most: str = "critical",
 ) -> Finding | None:
-    """The finding of a cause that costs a share of the step, or None when that does not stand out.
+    """Build the finding for a cause that costs a fraction of the step; None if the cost is not significant.
 
     Args:
-        evidence: Figures beside the share; unknown ones are left out.
-        removable: How much of the share the remedies take away at best.
+        code: The finding's code.
+        facts: The run.
+        share: What the cause costs.
+        evidence: Metrics shown besides the share; unknown ones are omitted.
+        remedies: What to do about it.
+        removable: Largest fraction of the cost that the remedies can remove.
         most: The highest severity that the evidence supports.
     """
     if share is None:
@@ -79,7 +83,7 @@ def costed(
         return None
     severity = min(severity, most, key=SEVERITIES.index)
     shown = {name: value for name, value in evidence.items() if value is not None}
-    # A cost that is not worth a warning is not worth a change either.
+    # A cost too small for a warning does not justify a change.
     worth = severity != "info"
     return Finding(
         code=code,

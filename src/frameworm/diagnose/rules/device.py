@@ -12,10 +12,10 @@ from frameworm.records.schema import Finding
 
 MEMORY_UNDERUSED = 0.5
 MOSTLY = 0.5
-WORTH_SHORTER = 0.02  # of the tokens, as padding beyond the longest sample of a batch
-# A matrix product is cut into tiles of 64 rows or more: with fewer rows in a micro-batch most of each tile is empty.
+WORTH_SHORTER = 0.02  # of the tokens, for padding beyond the longest sample of a batch
+# Matrix products work in tiles of 64 rows or more: with fewer rows in a micro-batch, most of each tile is empty.
 ROWS_OF_A_TILE = 64
-# What half precision takes off a computation in fp32: half the bytes, and matrix units that fp32 leaves unused.
+# What half precision saves of an fp32 computation: half the bytes, and matrix units that fp32 does not use.
 SAVED_FROM_FP32, SAVED_FROM_TF32 = 0.5, 0.35
 
 CAPTURE = Option("gpu.capture", "auto", "replay the step as one CUDA graph: no launches are left")
@@ -27,7 +27,7 @@ _WITHOUT_BF16 = re.compile(r"\b(V100S?|T4|TITAN (V|RTX)|RTX [2T]\d{3}|QUADRO RTX
 
 
 def sync_cost(facts: Facts) -> Estimate | None:
-    """Share of the step the GPU idles because the host had waited for it; None on CPU or when unknown."""
+    """Fraction of the step the GPU idles because the host waited for it; None on CPU or if unknown."""
     if facts.on_gpu is not True or facts.idle is None:
         return None
     device = facts.trace.device if facts.trace is not None else None
@@ -39,15 +39,15 @@ def sync_cost(facts: Facts) -> Estimate | None:
 
 
 def host_cost(facts: Facts) -> Estimate | None:
-    """Share of the step the GPU idles because the host is slow to launch work; None on CPU or when unknown."""
+    """Fraction of the step the GPU idles because the host is slow to launch work; None on CPU or if unknown."""
     if facts.on_gpu is not True or facts.idle is None:
         return None
-    # A host that has time to wait for the device is not slow: as much idle time as it waited is the wait's fault.
+    # A host that has time to wait for the device is not slow, so that much of the idle time is due to its waits.
     return facts.idle.minus(sync_cost(facts))
 
 
 def memory_share(facts: Facts) -> float | None:
-    """Peak memory as a share of what this process may use."""
+    """Peak memory as a fraction of what this process may use."""
     memory = facts.record.memory
     peak, total = known(memory.peak_bytes), known(memory.total_bytes)
     if peak is None or not total or total <= 0:
@@ -57,9 +57,9 @@ def memory_share(facts: Facts) -> float | None:
 
 
 def is_small_batch(facts: Facts) -> bool:
-    """Whether the micro-batch leaves most of the device empty although memory for more is there.
+    """True if the micro-batch leaves most of the device empty although memory for a larger one is free.
 
-    A GPU that idles most of the time for want of launches is not held up by what it computes, however little that is.
+    If a GPU idles most of the time because launches are slow, the amount of computation is not the bottleneck.
     """
     share = host_cost(facts)
     if share is not None and share.value > MOSTLY and severity_of(share) is not None:
@@ -72,7 +72,7 @@ def is_small_batch(facts: Facts) -> bool:
 def host_bound(facts: Facts) -> Finding | None:
     """The GPU waits for the host to launch its work."""
     share = host_cost(facts)
-    if share is None or is_small_batch(facts):  # the remedy of a small batch is another one
+    if share is None or is_small_batch(facts):  # a small batch needs a different remedy
         return None
     evidence = _device_evidence(facts) | {"captured_steps": facts.record.captured_steps}
     if facts.trace is not None and facts.trace.kernels is not None:
@@ -96,7 +96,7 @@ def host_bound(facts: Facts) -> Finding | None:
 
 
 def small_batch(facts: Facts) -> Finding | None:
-    """The micro-batch is too small to fill the device, and memory for a larger one is there."""
+    """The micro-batch is too small to fill the device, and memory for a larger one is free."""
     if not is_small_batch(facts):
         return None
     assert facts.rows is not None
@@ -115,10 +115,10 @@ def small_batch(facts: Facts) -> Finding | None:
 
 
 def _empty_share(facts: Facts, filled: float) -> Estimate | None:
-    """What the GPU idles, and of what it computes the part of each tile that is empty.
+    """Fraction of the step lost: the GPU's idle time, plus the empty part of each tile in what it computes.
 
-    The more of a step is idle the less of it is computed: what is not known of the one takes away from the other, so
-    the idle time counts once, with the part by which both differ.
+    The more of a step is idle, the less of it is computed, so errors in the two cancel in part. Hence the idle time
+    enters once, scaled by the difference of both terms.
     """
     forward, backward, idle = facts.phases.get("forward"), facts.phases.get("backward"), facts.idle
     if forward is None or backward is None:
@@ -160,7 +160,7 @@ def precision_unused(facts: Facts) -> Finding | None:
         Option("gpu.mixed_precision", word, f"compute in {word}, keep weights in fp32"),
         Option("gpu.tf32", True, "TensorFloat-32 for matrix products"),
     )
-    # Whether the GPU computes or waits in these phases, nobody watched: then it may be the host that is slow.
+    # If it is unknown whether the GPU computes or waits in these phases, the cause may be a slow host.
     most = "info" if facts.idle is None else "critical"
     return costed("precision_unused", facts, compute.scaled(saved), evidence, remedies, most=most)
 
@@ -171,13 +171,13 @@ def padding_waste(facts: Facts) -> Finding | None:
     if waste is None or compute is None or not 0 < waste <= 1:
         return None
     batching = facts.setting("data.batching")
-    # How much of the padding lies beyond the longest sample of its batch; not known of the engine's own loaders.
+    # How much of the padding is beyond the longest sample of its batch; unknown for the engine's own loaders.
     padding, beyond = facts.counts.get("padding_tokens"), facts.counts.get("padding_beyond_longest", 0.0)
     beyond_share = waste * clamp(beyond / padding) if padding else None
     like = Option("data.batching", "bucketed", "let texts of like length share a batch")
     packed = Option("data.batching", "packed", "put texts end to end, without padding")
     shorter = Option("data.pad_to", "longest", "pad to the longest text of the batch only")
-    # On a CPU attention over packed texts pads them again: measured on the quickstart it gains nothing there.
+    # On a CPU, attention pads packed texts again: measured on the quickstart, packing gains nothing there.
     packable = facts.on_gpu is True and (facts.attached or facts.setting("workload") == "text_classifier")
     options = [like] if batching in (None, "padded") else []
     if packable:
@@ -196,7 +196,7 @@ def padding_waste(facts: Facts) -> Finding | None:
 
 
 def device_name(facts: Facts) -> str | None:
-    """The device as CUDA names it."""
+    """Return the device's name as CUDA reports it."""
     name = (facts.record.environment or {}).get("device") or facts.record.device
     return name if isinstance(name, str) else None
 

@@ -1,4 +1,4 @@
-"""From facts to a verdict: every rule once, the costliest cause first."""
+"""Turns facts into a verdict: applies every rule once and puts the costliest cause first."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from frameworm.records.trace import TraceSummary
 
 Rule = Callable[[Facts], Finding | None]
 
-# Where two causes cost the same, the one that stands first is the more particular.
+# If two causes cost the same, the more specific one comes first.
 RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
@@ -67,11 +67,11 @@ RULES: dict[str, Rule] = {
 }
 CODES = tuple(RULES)
 
-EXPERIMENT = "experiment"  # in the evidence of what was tried
+EXPERIMENT = "experiment"  # key in the evidence of findings from experiments
 HEALTHY, INCONCLUSIVE = "healthy", "inconclusive"
 FEWEST_STEPS = 10
-TOO_NOISY = 0.2  # standard error of the mean step
-UNSEEN_SHARE = 0.2  # of the step in no phase
+TOO_NOISY = 0.2  # relative standard error of the mean step
+UNSEEN_SHARE = 0.2  # fraction of the step in no phase
 
 _PHASE_CAUSES = {
     "data_wait": "waiting for data",
@@ -82,20 +82,35 @@ _PHASE_CAUSES = {
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """What is to be said about a run.
+class Diagnosis:
+    """The result of diagnosing a run.
 
     Attributes:
         verdict: The code that costs most, `healthy` or `inconclusive`.
         findings: At most one per code, the costliest first, `info` last.
-        notes: Why the verdict is inconclusive and what to do then, and what else stood out.
-        roofline: Where the step goes on a GPU, from the trace; None without one.
+        notes: Why the verdict is inconclusive and what to do about it, and what else stood out.
+        roofline: Where the step time goes on a GPU, from the trace; None without one.
     """
 
     verdict: str
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     roofline: Roofline | None = None
+
+
+def register_rule(rule: Rule) -> None:
+    """Judge runs in this process by one more rule, after frameworm's own; one of the same name is replaced.
+
+    Args:
+        rule: Returns a finding, or None if its cause costs nothing worth saying. The function's name is the finding's
+            code.
+
+    Raises:
+        ValueError: The name is a code of frameworm's own.
+    """
+    if rule.__name__ in CODES:
+        raise ValueError(f"{rule.__name__} is a code of frameworm's own; give the rule another name")
+    RULES[rule.__name__] = rule
 
 
 def judge(
@@ -107,29 +122,29 @@ def judge(
     trace: TraceSummary | None = None,
     baseline: RunRecord | None = None,
     measured: Mapping[str, ExpectedSpeedup] | None = None,
-) -> Judgement:
-    """Say what costs a run most, with evidence and remedies.
+) -> Diagnosis:
+    """Find what costs a run most, with evidence and remedies.
 
     Args:
         record: The run.
-        steps: Its steps: an account of them, the steps of one rank, or either of several by rank. Without them the
-            errors of all figures are guessed from the spread of the steps, on the safe side.
-        system: The machine during the run, where it is not in the record.
-        config: The resolved config, as a `Config` or as data; remedies that are set already are then left out.
-        trace: What a profiler trace of the run says.
+        steps: Its steps: an account of them, the steps of one rank, or either of these by rank. Without them, the
+            errors of all metrics are estimated conservatively from the spread of the steps.
+        system: The machine during the run, if it is not in the record.
+        config: The resolved config, as a `Config` or as data; remedies that are already set are omitted.
+        trace: Summary of a profiler trace of the run.
         baseline: A run of the same work on fewer ranks.
-        measured: Speedups by code that experiments have measured; they replace modelled ones.
+        measured: Speedups by code, measured by experiments; they replace modelled ones.
     """
     facts = gather(record, steps=steps, system=system, config=config, trace=trace, baseline=baseline)
     return replace(judge_facts(facts, measured), roofline=roofline(trace, record.flops))
 
 
-def judge_facts(facts: Facts, measured: Mapping[str, ExpectedSpeedup] | None = None) -> Judgement:
-    """The judgement of gathered facts."""
+def judge_facts(facts: Facts, measured: Mapping[str, ExpectedSpeedup] | None = None) -> Diagnosis:
+    """Judge facts that were already gathered; see `judge`."""
     if facts.record.steps == facts.measured_steps == 0:
-        return Judgement(INCONCLUSIVE, notes=["inconclusive: no training step was seen"])
+        return Diagnosis(INCONCLUSIVE, notes=["inconclusive: no training step was seen"])
     if facts.measured_steps < FEWEST_STEPS:
-        return Judgement(
+        return Diagnosis(
             INCONCLUSIVE,
             notes=[
                 f"inconclusive: {facts.measured_steps} steps were measured after the warm-up, {FEWEST_STEPS} are the "
@@ -140,19 +155,19 @@ def judge_facts(facts: Facts, measured: Mapping[str, ExpectedSpeedup] | None = N
     for finding in found:
         if measured is not None and finding.code in measured:
             finding.expected_speedup = measured[finding.code]
-    found.sort(key=_cost, reverse=True)  # stable: the order of the rules decides between equals
+    found.sort(key=_cost, reverse=True)  # stable: between equals, the order of the rules decides
     notes = _drift_notes(facts)
     worst = next((finding for finding in found if finding.severity != "info"), None)
     if worst is not None:
-        return Judgement(worst.code, found, notes)
+        return Diagnosis(worst.code, found, notes)
     doubts = _doubts(facts)
     if doubts:
-        return Judgement(INCONCLUSIVE, found, [*(f"inconclusive: {doubt}" for doubt in doubts), *notes])
-    return Judgement(HEALTHY, found, notes)
+        return Diagnosis(INCONCLUSIVE, found, [*(f"inconclusive: {doubt}" for doubt in doubts), *notes])
+    return Diagnosis(HEALTHY, found, notes)
 
 
-def apply_judgement(record: RunRecord, judgement: Judgement) -> RunRecord:
-    """Write a judgement into the record; one that was there before is replaced."""
+def apply_judgement(record: RunRecord, judgement: Diagnosis) -> RunRecord:
+    """Write a judgement into the record, replacing an earlier one."""
     record.verdict = judgement.verdict
     record.findings = list(judgement.findings)
     record.roofline = judgement.roofline or record.roofline
@@ -161,11 +176,11 @@ def apply_judgement(record: RunRecord, judgement: Judgement) -> RunRecord:
     return record
 
 
-def keep_shown(judgement: Judgement, before: Sequence[Finding]) -> Judgement:
-    """The judgement of a stored run with what experiments had shown: its files do not hold them.
+def keep_shown(judgement: Diagnosis, before: Sequence[Finding]) -> Diagnosis:
+    """Combine a new judgement of a stored run with earlier findings from experiments, which its files do not contain.
 
     Args:
-        judgement: By the files alone.
+        judgement: The judgement from the files alone.
         before: The findings in its summary.
     """
     shown = {item.code: item for item in before if EXPERIMENT in item.evidence}
@@ -175,8 +190,8 @@ def keep_shown(judgement: Judgement, before: Sequence[Finding]) -> Judgement:
     return with_findings(judgement, [*found, *shown.values()])
 
 
-def with_findings(judgement: Judgement, findings: Sequence[Finding]) -> Judgement:
-    """The judgement with other findings, some of them shown by experiments: what costs more comes first."""
+def with_findings(judgement: Diagnosis, findings: Sequence[Finding]) -> Diagnosis:
+    """Return the judgement with other findings, some of them from experiments, sorted by cost."""
     found = sorted(findings, key=_cost_when_tried, reverse=True)
     worst = next((item for item in found if item.severity != "info"), None)
     verdict = judgement.verdict
@@ -184,19 +199,19 @@ def with_findings(judgement: Judgement, findings: Sequence[Finding]) -> Judgemen
         verdict = worst.code
     elif verdict in {item.code for item in found}:
         verdict = HEALTHY
-    return Judgement(verdict, found, list(judgement.notes), judgement.roofline)
+    return Diagnosis(verdict, found, list(judgement.notes), judgement.roofline)
 
 
 def is_judgement_note(note: str) -> bool:
-    """Whether a note of a record was written by a judgement."""
+    """True if a note of a record was written by a judgement."""
     return note.startswith(("inconclusive: ", "drift: ", "sample: "))
 
 
 def sample_note(share: float, rest: str) -> str:
-    """Say that a judgement is by a sample of the steps.
+    """Return the note that a judgement is based on a sample of the steps.
 
     Args:
-        share: The part of the steps that was read.
+        share: Fraction of the steps that was read.
         rest: What else the reader should know.
     """
     return (
@@ -206,7 +221,7 @@ def sample_note(share: float, rest: str) -> str:
 
 
 def _cost(finding: Finding) -> tuple[int, float]:
-    """By severity, which follows from the cost, or from the risk where a finding has no share; then by share."""
+    """Sort key: severity, which follows from the cost, or from the risk if a finding has no share; then the share."""
     return SEVERITIES.index(finding.severity), finding.share or 0.0
 
 
@@ -215,10 +230,10 @@ def _cost_when_tried(finding: Finding) -> tuple[bool, float, int]:
 
 
 def _doubts(facts: Facts) -> list[str]:
-    """Why a run without a warning cannot be called healthy."""
+    """Return the reasons why a run without warnings cannot be called healthy."""
     found = []
     if not facts.phases:
-        return ["no step was divided into phases, so that nothing can be said about where the time went"]
+        return ["no step was divided into phases, so where the time went is unknown"]
     unseen = [name for name in NEEDED if name in (facts.record.unseen or [])]
     if facts.world_size > 1 and "communication_exposed" in (facts.record.unseen or []):
         unseen.append("communication_exposed")

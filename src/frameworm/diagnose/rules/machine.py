@@ -13,23 +13,23 @@ from frameworm.records.schema import Finding, Remedy, Statistics
 PRESSURE_WARNING, PRESSURE_CRITICAL = 0.93, 0.98
 BUSY_ENOUGH = 0.85
 ALL_BUSY = 0.9
-# Threads that outnumber the cores wait for each other at the end of each operation, and leave cores idle meanwhile.
+# Threads that outnumber the cores wait for each other at the end of each operation, so cores are idle meanwhile.
 MOSTLY_BUSY = 0.7
-# Growth that allocators and caches show in a healthy run stays below.
+# Allocators and caches in a healthy run grow less than this.
 LEAST_GROWTH, LEAST_GROWTH_BYTES = 0.05, 32 * 2**20
-# In its first minute a process grows by itself: caches, workers, lazily loaded code. Only a flood counts then.
+# In its first minute a process grows anyway: caches, workers, lazily loaded code. Only much larger growth counts then.
 SETTLED_S, LEAST_FLOOD = 60.0, 0.5
 SOON_S = 3600.0
-CROWDED = 1.5  # threads that want to compute per core
-WORKERS_CROWD = 2.0  # loader processes per core: they rest while their batches wait
-LOCKED_BELOW = 0.7  # of the greatest clock; no load lowers it so far without a reason the driver gives
+CROWDED = 1.5  # threads ready to compute per core
+WORKERS_CROWD = 2.0  # loader processes per core: they pause while their batches wait
+LOCKED_BELOW = 0.7  # of the highest clock; no load lowers it this far unless the driver reports a reason
 LEAST_OTHERS = 0.1  # of the cores: every machine has some other work to do
-OFTEN_HELD_UP = 0.2  # of the time: what others cost below is no verdict on the run
-OWN_SHARE = 0.4  # of the cores, so that it is not only somebody else who keeps them busy
+OFTEN_HELD_UP = 0.2  # of the time: below this, what others cost does not determine the verdict
+OWN_SHARE = 0.4  # of the cores, so that the run itself keeps them busy and not only other programs
 
 
 def memory_pressure(facts: Facts) -> Finding | None:
-    """Memory is nearly full: the next longer batch may not fit, and the allocator has to tidy up."""
+    """Memory is nearly full: the next longer batch may not fit, and the allocator has to reorganise."""
     used = memory_share(facts)
     limit = (known(facts.setting("memory.max_memory_percent")) or 85.0) / 100
     if used is None or used <= limit:
@@ -57,7 +57,7 @@ def memory_pressure(facts: Facts) -> Finding | None:
 
 
 def memory_underused(facts: Facts) -> Finding | None:
-    """Most of the GPU's memory is unused while the GPU itself is not busy: a larger batch would fill both."""
+    """Most of the GPU's memory is unused and the GPU is not busy: a larger batch would use both."""
     used = memory_share(facts)
     if facts.on_gpu is not True or used is None or used >= MEMORY_UNDERUSED:
         return None
@@ -88,7 +88,8 @@ def memory_growth(facts: Facts) -> Finding | None:
         peak, middle = known(spread.max), known(spread.p50)
         if peak is None or middle is None or middle <= 0:
             continue
-        # A steady climb is as far above its middle at the end as half of it; a jump at the start is not.
+        # After a steady climb, the peak exceeds the median by half of the growth; after a jump at the start it does
+        # not.
         steady = peak - middle >= 0.35 * grown
         least = LEAST_GROWTH if watched_s >= SETTLED_S else LEAST_FLOOD
         if not steady or grown < max(least * middle, LEAST_GROWTH_BYTES):
@@ -119,23 +120,23 @@ def _growth_finding(
 
 
 def demand(facts: Facts) -> float | None:
-    """Threads that want to compute at once per core, by what was set; None when nobody knows."""
+    """Number of threads per core that want to compute at once, from the settings; None if unknown."""
     cores = facts.fact("cpus_usable")
     threads = facts.fact("torch_threads")
     if cores is None or cores < 1 or threads is None:
         return None
-    computing = threads if facts.on_gpu is False else 1.0  # beside a GPU the host only launches
+    computing = threads if facts.on_gpu is False else 1.0  # with a GPU, the host only launches work
     return facts.local_processes * computing / cores
 
 
 def crowded_by_workers(facts: Facts) -> bool:
-    """Whether loader processes alone outnumber the cores, and the cores have nothing left to give."""
+    """True if loader processes alone outnumber the cores, and all cores are busy."""
     cores, workers = facts.cores, facts.workers
     return cores is not None and workers is not None and workers > WORKERS_CROWD * cores and all_busy(facts) is not None
 
 
 def cpu_oversubscribed(facts: Facts) -> Finding | None:
-    """More threads want to compute than there are cores, this run's own or those of others beside it."""
+    """More threads want to compute than there are cores, because of this run or of other programs."""
     return _crowded_by_itself(facts) or _crowded_by_others(facts)
 
 
@@ -179,7 +180,7 @@ def _crowded_by_itself(facts: Facts) -> Finding | None:
 
 
 def _crowded_by_others(facts: Facts) -> Finding | None:
-    """The run was ready to compute and did not get its cores: other processes or other machines had them."""
+    """The run was ready to compute but did not get its cores, because other processes or machines had them."""
     system, cores = facts.system, facts.fact("cpus_usable")
     if system is None or cores is None or cores < 1:
         return None
@@ -188,22 +189,22 @@ def _crowded_by_others(facts: Facts) -> Finding | None:
     busy, own = mean_of(system, system.cpu_busy), mean_of(system, system.cpu_process)
     if busy is None or own is None:
         return None
-    # All local processes are the run's own, and what the hypervisor takes looks busy.
+    # All local processes belong to the run, and time taken by the hypervisor counts as busy.
     own_share = own.value * facts.local_processes / cores
     others = clamp(busy.value * (1 - stolen.value) - own_share)
     if max(others, stolen.value) < LEAST_OTHERS:
         return None
-    # Nobody waits for others longer than they compute. A run that has more to do than there are cores waits for itself
-    # too: without the others it would get what they had.
+    # The run cannot wait for others longer than they compute. A run with more work than cores also waits for itself:
+    # without the others it would get the time they used.
     waited, most_waiting = waiting.value, others * cores
     if _wants_more_than_all(facts):
         most_waiting = min(most_waiting, others / max(others + own_share, LEAST_OTHERS))
     if waiting.value > most_waiting:
         waiting = waiting.scaled(most_waiting / waiting.value)
-    # Both at once: what is left of the time is what neither took.
+    # Waiting and stealing at once: what is left is the time that neither took.
     lost = waiting.plus(stolen).minus(Estimate(waiting.value * stolen.value, 0.0))
     if facts.on_gpu is not False:
-        # The host may wait as long as the GPU has work.
+        # Waiting on the host costs nothing as long as the GPU has work.
         if facts.idle is None:
             return None
         lost = min(lost, facts.idle, key=lambda share: share.value)
@@ -230,13 +231,13 @@ def _crowded_by_others(facts: Facts) -> Finding | None:
 
 
 def _wants_more_than_all(facts: Facts) -> bool:
-    """Whether the run's own threads and loader processes together outnumber the cores."""
+    """True if the run's own threads and loader processes together outnumber the cores."""
     wanted, cores = demand(facts), facts.cores
     return wanted is not None and cores is not None and wanted + (facts.workers or 0) / cores > 1
 
 
 def all_busy(facts: Facts, own_share: float = OWN_SHARE, least: float = ALL_BUSY) -> float | None:
-    """How busy the cores are, if that is more than `least`, and not with somebody else's work."""
+    """How busy the cores are, if that is more than `least` and mostly due to this run."""
     system = facts.system
     if system is None:
         return None
@@ -247,7 +248,7 @@ def all_busy(facts: Facts, own_share: float = OWN_SHARE, least: float = ALL_BUSY
 
 
 def throttled(facts: Facts) -> Finding | None:
-    """The GPU runs below its clock because of heat or power, or because somebody has locked it there."""
+    """The GPU runs below its clock because of heat or power, or because its clock was locked."""
     system = facts.system
     throttled_share = known(system.throttled_share) if system is not None else None
     if system is None or facts.on_gpu is not True or throttled_share is None:
@@ -263,7 +264,7 @@ def throttled(facts: Facts) -> Finding | None:
     }
     text = "check cooling and power limit (nvidia-smi -q -d PERFORMANCE,POWER); no setting of the training helps"
     remedies = facts.remedies(Option("", None, text))
-    # A power limit under full load is how such cards are run; heat and slowdowns by the hardware are faults.
+    # Cards run at their power limit under full load by design; heat and hardware slowdowns are faults.
     most = "info" if reasons and all("power" in reason.lower() for reason in reasons) else "critical"
     if clock is None:
         severe = throttled_share > 0.5 and most != "info"
@@ -273,7 +274,7 @@ def throttled(facts: Facts) -> Finding | None:
 
 
 def _locked(facts: Facts, clock: Estimate | None) -> Finding | None:
-    """A busy GPU far below its clock for no reason that the driver gives: the clock was set by hand."""
+    """A busy GPU far below its clock without a reason from the driver: the clock was set by hand."""
     if clock is None or facts.gpu_busy is None or facts.gpu_busy.value < MOSTLY_BUSY or clock.high > LOCKED_BELOW:
         return None
     lock = "the clock is set low by hand: nvidia-smi -rgc and -rac take locks and application clocks away"
@@ -283,5 +284,5 @@ def _locked(facts: Facts, clock: Estimate | None) -> Finding | None:
 
 
 def _without_cost(code: str, severity: str, evidence: dict[str, Any], remedies: list[Remedy]) -> Finding:
-    """A finding about a risk: what it costs is not known, and not made up."""
+    """Build a finding about a risk: its cost is unknown and not invented."""
     return Finding(code, severity, None, {name: item for name, item in evidence.items() if item is not None}, remedies)

@@ -1,9 +1,9 @@
-"""What a script's own code between the phases costs, and where in it, from samples of where the script was.
+"""What a script's own code outside the phases costs and where it is, from samples of the script's position.
 
-How long the script was in no phase is measured by the clock, or on a GPU by the device, for which time that it hides
-is none. The samples only divide that time. Writing is output wherever it stands. Other work counts if it is at few
-places, takes more than the glue of a loop does, and cannot be a phase that was not seen: a loop without a `DataLoader`
-makes its batches in its own code.
+The time outside all phases is measured by the clock, or on a GPU by the device, where time that the device hides counts
+as zero. The samples only divide that time. Writing output always counts. Other work counts only if it is concentrated
+in few places, takes longer than the glue code of a loop, and cannot be an unobserved phase: a loop without a
+`DataLoader` makes its batches in its own code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from frameworm.records.schema import RunRecord
 
 WRITING, COMPUTING = "writing", "computing"
 FEWEST_SAMPLES = 10
-# Samples in one stay at a place resemble each other.
+# Consecutive samples at one place are correlated.
 CORRELATION = 2.0
 FEW_PLACES, CONCENTRATED = 3, 0.5
 SHORTEST_WORK_S = 2e-3
@@ -33,19 +33,19 @@ _DOES = {
 
 
 def work_share(record: RunRecord, phases: Mapping[str, Estimate]) -> Estimate | None:
-    """Share of the step that goes to writing and to work of the script that is no training; None when unknown."""
+    """Fraction of the step spent on writing and on work of the script other than training; None if unknown."""
     other, total = phases.get("other"), samples_of(record)
     if other is None or total is None:
         return None
     counted = min(sum(_of_work(record, work) for work in _judged(record, total)), total)
-    # One sample more of each kind: that none was seen does not mean that there is none.
+    # Assume one more sample of each kind, because seeing none does not prove that there is none.
     likely = (counted + 1) / (total + 2)
     error = math.sqrt(likely * (1 - likely) * CORRELATION / total)
     return other.scaled(counted / total).plus(Estimate(0.0, other.value * error)) if counted else None
 
 
 def places_of_work(record: RunRecord) -> list[Place]:
-    """The places that `work_share` counts, those with most samples first."""
+    """Return the places that `work_share` counts, those with most samples first."""
     total = samples_of(record)
     if total is None or record.other_time is None:
         return []
@@ -54,13 +54,13 @@ def places_of_work(record: RunRecord) -> list[Place]:
 
 
 def samples_of(record: RunRecord) -> int | None:
-    """How many samples there are, if they are enough to say anything."""
+    """Return the number of samples, or None if there are too few to tell anything."""
     total = _count(record.other_time.samples) if record.other_time is not None else 0
     return total if total >= FEWEST_SAMPLES else None
 
 
 def top_place(record: RunRecord) -> str | None:
-    """Where a script was seen most while in no phase, in words."""
+    """Describe where a script was sampled most often outside the phases."""
     total = samples_of(record)
     if total is None or record.other_time is None or not record.other_time.places:
         return None
@@ -70,7 +70,7 @@ def top_place(record: RunRecord) -> str | None:
 
 
 def place_text(place: Place) -> str:
-    """File, line and function."""
+    """Format file, line and function."""
     inside = "" if place.function == "<module>" else f" in {place.function}"
     return f"{place.file}:{place.line}{inside}"
 
@@ -80,7 +80,7 @@ def _judged(record: RunRecord, total: int) -> list[str]:
 
 
 def _is_work(record: RunRecord, total: int) -> bool:
-    """Whether what the script computes outside of the phases is a thing of its own."""
+    """True if what the script computes outside the phases is separate work, not just glue code."""
     computing = _of_work(record, COMPUTING)
     if not computing or record.other_time is None or any(name in (record.unseen or []) for name in NEEDED):
         return False

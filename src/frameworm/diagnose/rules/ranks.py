@@ -1,4 +1,4 @@
-"""Rules on several ranks: what they send, whom they wait for, and whether more of them help."""
+"""Rules on several ranks: what they send, which rank they wait for, and whether more of them help."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BEFORE_BACKWARD = ("data_wait", "transfer", "forward")
 
 
 def communication_bound(facts: Facts) -> Finding | None:
-    """Gradients are on their way longer than backward can hide."""
+    """Communication of gradients takes longer than backward can hide."""
     exposed = facts.phases.get("communication_exposed")
     if exposed is None or facts.world_size < 2:
         return None
@@ -39,7 +39,7 @@ def communication_bound(facts: Facts) -> Finding | None:
         "world_size": facts.world_size,
     }
     strategy = facts.record.strategy
-    # A script may send anything, such as activations, of which only its author knows what could be less.
+    # A script may send anything, for instance activations, and only its author knows what could be reduced.
     gradients = not facts.attached or strategy == "ddp" or strategy in SHARDED
     compressible = gradients and facts.setting("parallel.strategy") not in NOT_COMPRESSED
     options = _fewer_bytes(communication.compression) if compressible else []
@@ -58,7 +58,7 @@ def communication_bound(facts: Facts) -> Finding | None:
 
 
 def _fewer_bytes(now: Compression | None) -> list[Option]:
-    """What would send less than is sent now."""
+    """Options that would send less than is sent now."""
     if now is None:
         text = "compressed gradients, by the method that is fastest between these ranks"
         return [Option("parallel.compression", "auto", text)]
@@ -71,7 +71,7 @@ def _fewer_bytes(now: Compression | None) -> list[Option]:
 
 
 def straggler(facts: Facts) -> Finding | None:
-    """The other ranks wait for one that comes later."""
+    """The other ranks wait for one that arrives late."""
     if facts.world_size < 2:
         return None
     slowest = facts.record.communication.slowest_rank
@@ -86,7 +86,7 @@ def straggler(facts: Facts) -> Finding | None:
         **_where_it_is_late(facts, late),
     }
     text = "look at that rank's machine: other work on it, its clocks, its disk, its share of the data"
-    # Ranks that wait for each other in turn are the jitter of machines; there is nobody to name.
+    # If ranks wait for each other in turn, that is jitter of the machines, and no rank is to blame.
     most = "info" if slowest is None else "critical"
     return costed("straggler", facts, share, evidence, facts.remedies(Option("", None, text)), most=most)
 
@@ -122,14 +122,14 @@ def negative_scaling(facts: Facts) -> Finding | None:
 
 
 def _own_wait(facts: Facts) -> Estimate | None:
-    """Share of the step the measured rank waited for later ones."""
+    """Fraction of the step the measured rank waited for later ones."""
     if facts.rank_waits:
         return facts.rank_waits[min(facts.rank_waits)]
     return _as_share(facts, facts.record.communication.rank_wait_s)
 
 
 def _cost_of_waiting(facts: Facts, slowest: int | None) -> Estimate | None:
-    """What the ranks that are not the slowest wait, the median of them."""
+    """Median wait of the ranks other than the slowest."""
     waits = {rank: wait for rank, wait in facts.rank_waits.items() if rank != slowest}
     for rank in facts.ranks:
         wait = _as_share(facts, rank.rank_wait_s)
@@ -142,7 +142,7 @@ def _cost_of_waiting(facts: Facts, slowest: int | None) -> Estimate | None:
 
 
 def _late_before_backward(facts: Facts) -> tuple[Estimate | None, int | None]:
-    """Where no wait was seen: ranks wait for each other in backward, so one that is late before it is waited for."""
+    """Cost where no wait was measured: ranks wait for each other in backward, so for the one that reaches it last."""
     arrival: dict[int, float] = {}
     for rank in facts.ranks:
         seconds = [known((rank.phases or {}).get(name)) for name in BEFORE_BACKWARD]
@@ -156,7 +156,7 @@ def _late_before_backward(facts: Facts) -> tuple[Estimate | None, int | None]:
 
 
 def _as_share(facts: Facts, seconds: float | None) -> Estimate | None:
-    """A mean time per step as a share of it, with the error that the noise of the steps allows."""
+    """Convert a mean time per step to a fraction of it, with an error from the noise of the steps."""
     value, step = known(seconds), facts.step_s
     if value is None or step is None or step.value <= 0:
         return None
@@ -165,7 +165,7 @@ def _as_share(facts: Facts, seconds: float | None) -> Estimate | None:
 
 
 def _where_it_is_late(facts: Facts, late: RankSummary | None) -> dict[str, Any]:
-    """The phase in which the slowest rank loses most against the median of the others."""
+    """The phase in which the slowest rank loses most, compared with the median of the others."""
     if late is None:
         return {}
     extra: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Rules on time that is spent beside computing: data, copies, waits of the host, checkpoints, output, compilation."""
+"""Rules on time spent on other things than computing: data, copies, host waits, checkpoints, output, compilation."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ IO_WAIT = 0.1
 MOST_OF_THE_CORES = 0.7
 SHORTEST_OTHER_S = 2e-3
 MOST_PLACES = 3
-FEWEST_RECOMPILATIONS = 2  # the first one makes a shape dynamic, which is torch's way
+FEWEST_RECOMPILATIONS = 2  # the first one makes a shape dynamic, as torch intends
 
 
 def input_bound(facts: Facts) -> Finding | None:
     """The loop waits for batches."""
     share = facts.phases.get("data_wait")
-    if share is None or crowded_by_workers(facts):  # then the workers are the cause, and their rule says so
+    if share is None or crowded_by_workers(facts):  # then the workers are the cause, and their own rule reports it
         return None
     system = facts.system
     busy = mean_of(system, system.cpu_busy) if system is not None else None
@@ -60,11 +60,12 @@ def _input_remedies(facts: Facts, share: Estimate, io_wait: Estimate | None) -> 
 
 
 def workers_wanted(facts: Facts, share: Estimate) -> int | None:
-    """Loader processes that would keep up with the rest of the step; None when there are enough or cores end before."""
+    """Number of loader processes that would keep up with the rest of the step; None if more would not help."""
     waiting = clamp(share.value)
     rest = max(1.0 - waiting, 0.02)
     have = facts.workers
-    # One process prepares a batch in the time the loop waited; n of them deliver a batch per step between them.
+    # Without workers, a batch takes the time the loop waited; n workers deliver a batch per step, so each takes n
+    # steps.
     needed = math.ceil(max(have, 1) / rest) if have else math.ceil(waiting / rest)
     most = None if facts.cores is None else max(1, int(facts.cores))
     wanted = needed if most is None else min(needed, most)
@@ -73,7 +74,7 @@ def workers_wanted(facts: Facts, share: Estimate) -> int | None:
 
 
 def _removed_by(facts: Facts, share: Estimate, workers: int) -> float:
-    """How much of the wait goes when so many processes prepare batches beside the rest of the step."""
+    """Fraction of the wait that goes away if this many processes prepare batches during the rest of the step."""
     waiting = clamp(share.value)
     each = facts.workers or waiting  # time of one process per batch, in steps
     left = max(each / workers - (1.0 - waiting), 0.0)
@@ -98,17 +99,17 @@ def transfer_bound(facts: Facts) -> Finding | None:
 
 
 def _pageable_share(facts: Facts) -> float | None:
-    """Share of the time of copies to the device that came from pageable memory, by the trace."""
+    """Fraction of the time of host-to-device copies that came from pageable memory, from the trace."""
     copies = [copy for copy in (facts.trace.copies if facts.trace else []) if copy.direction == "HtoD"]
     total = sum(copy.time_s for copy in copies)
     return sum(copy.time_s for copy in copies if copy.source == "Pageable") / total if total > 0 else None
 
 
 def sync_stall(facts: Facts) -> Finding | None:
-    """The host waits for the device in every step, and the device then waits for the host.
+    """The host waits for the device in every step, and then the device waits for the host.
 
-    A host that waits costs nothing by itself. What it costs is the GPU's idle time after it, so the smaller of both is
-    the cost.
+    A waiting host costs nothing by itself. What costs is the GPU's idle time afterwards, so the cost is the smaller of
+    the two.
     """
     share = sync_cost(facts)
     if share is None or facts.idle is None:
@@ -127,7 +128,7 @@ def sync_stall(facts: Facts) -> Finding | None:
 
 
 def checkpoint_stall(facts: Facts) -> Finding | None:
-    """Training stands still while it is saved."""
+    """Training stands still while its state is saved."""
     share = facts.phases.get("checkpoint")
     record = facts.record
     stall_s, wall_s = known(record.checkpoint.stall_s), known(record.wall_s)
@@ -154,19 +155,19 @@ def checkpoint_stall(facts: Facts) -> Finding | None:
 
 
 def _round_up(value: float) -> int:
-    """The next number with one digit that is not zero."""
+    """Round up to a number with one non-zero digit."""
     size = int(10 ** math.floor(math.log10(max(value, 1))))
     return math.ceil(max(value, 1) / size) * size
 
 
 def logging_stall(facts: Facts) -> Finding | None:
-    """Output, or other work that is no training, takes a noticeable part of the step: prints, sinks, callbacks."""
+    """Output, or other work besides training, takes a noticeable part of the step: prints, sinks, callbacks."""
     share = facts.metrics.get("logging_s")
     if facts.attached:
         return _work_of_a_script(facts, share)
     name = "logging_s"
     if share is None:
-        # The engine's own loop takes microseconds between steps; the rest is what listeners do.
+        # The engine's own loop takes microseconds between steps; the rest is the time of listeners.
         share, name = facts.phases.get("other"), "between_steps_s"
         if (facts.seconds(share) or 0.0) < SHORTEST_OTHER_S:
             return None
@@ -180,7 +181,7 @@ def logging_stall(facts: Facts) -> Finding | None:
 
 
 def _work_of_a_script(facts: Facts, printed: Estimate | None) -> Finding | None:
-    """Prints and logging are timed wherever they are; the rest is told by samples of the time in no phase."""
+    """Prints and logging are timed wherever they are; other work is estimated from samples outside the phases."""
     work = work_share(facts.record, facts.phases)
     sampled = work is not None and (printed is None or work.value > printed.value)
     places = places_of_work(facts.record)
@@ -203,7 +204,7 @@ def _work_of_a_script(facts: Facts, printed: Estimate | None) -> Finding | None:
 
 
 def recompilation(facts: Facts) -> Finding | None:
-    """torch.compile compiles again and again."""
+    """torch.compile recompiles repeatedly."""
     compilation = facts.record.compilation
     wall_s = known(facts.record.wall_s)
     if compilation is None or not wall_s:
@@ -213,7 +214,7 @@ def recompilation(facts: Facts) -> Finding | None:
         return None
     graphs = max(int(known(compilation.graphs) or 0), again)
     part = clamp(time_s * again / graphs / wall_s)
-    # How the time divides over compilations is not recorded; they are taken as equally long, give or take a quarter.
+    # How the time divides over compilations is not recorded, so they are assumed equally long, within a quarter.
     share = Estimate(part, part / 8)
     reasons = [str(reason).partition("#")[0].strip() for reason in compilation.reasons or []]
     evidence = {

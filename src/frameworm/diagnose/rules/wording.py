@@ -1,7 +1,7 @@
-"""What a remedy is called in a script: a setting of ours, in the words of the framework whose loop the script runs.
+"""How remedies are worded for a script: frameworm's settings in the terms of the framework that runs the loop.
 
-`WORDS` is the only place that knows. A call is offered only if the installed version takes its options, which the
-observation has written into the record, and only if they are not set that way already.
+`WORDS` is the only place that knows these terms. A call is offered only if the installed version accepts its options,
+which the observation has stored in the record, and only if they are not already set that way.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from frameworm.records.observations import Framework
 TORCH, FSDP, FSDP2 = "torch", "fsdp", "fsdp2"
 SHARDED = (FSDP, FSDP2)
 TRANSFORMERS, TRL, LIGHTNING, FABRIC, ACCELERATE = "transformers", "trl", "lightning", "fabric", "accelerate"
-# Where to look after a framework's own words; what trains in a plain way, or is not known, is told torch's.
+# Fallbacks after a framework's own terms; a plain or unknown loop gets torch's.
 _AFTER: dict[str, tuple[str, ...]] = {TRL: (TRANSFORMERS, TORCH), TORCH: ()}
-# Frameworks that make the loader and place the model themselves take no line of torch for that.
+# These frameworks make the loader and place the model themselves, so torch's lines for that do not apply.
 _OWN_TERMS = (TRANSFORMERS, TRL, LIGHTNING, FABRIC, ACCELERATE)
-_CHECKED = "{arguments}("  # begins a call whose options are looked up
+_CHECKED = "{arguments}("  # starts a call whose options are checked
 
 
 class Call(NamedTuple):
-    """A line to write, and what it does where the line does not tell; `{arguments}` is the class of the options."""
+    """A line to write, and its effect if the line does not show it; `{arguments}` is the class of the options."""
 
     code: str
     why: str = ""
 
 
-Words = str | Call | tuple[Call, ...]  # of several calls, the first that the installed version knows
+Words = str | Call | tuple[Call, ...]  # of several calls, the first that the installed version supports
 
 _LARGER = "more work per launch; change lr to match"
 _HALVED = "the same step in half the activations"
@@ -38,7 +38,7 @@ _KERNELS = "fewer, larger kernels"
 _GATHERED_ONCE = "parameters are not gathered again in backward, which takes more memory"
 _LIKE = "batches of samples of like length"
 
-# A knob, or a knob and its value or variant.
+# Keys are a knob, or a knob with its value or variant.
 WORDS: dict[str, dict[str, Words]] = {
     "gpu.capture": {
         TORCH: Call('model = torch.compile(model, mode="reduce-overhead")', _GRAPHS),
@@ -54,7 +54,7 @@ WORDS: dict[str, dict[str, Words]] = {
         TRANSFORMERS: Call("{arguments}(torch_compile=True)", _KERNELS),
         LIGHTNING: Call("model = torch.compile(model) before trainer.fit(model)", _KERNELS),
         FABRIC: Call("model = torch.compile(model) before fabric.setup(model)", _KERNELS),
-        # dynamo_backend="inductor" wraps the model, and what the script saves has other names then.
+        # dynamo_backend="inductor" wraps the model, which changes the names in what the script saves.
         ACCELERATE: Call("model.compile() before accelerator.prepare(model)", _KERNELS),
     },
     "gpu.compile_model:False": {TORCH: "leave torch.compile out"},
@@ -207,18 +207,18 @@ WORDS: dict[str, dict[str, Words]] = {
         TRANSFORMERS: Call("{arguments}(logging_nan_inf_filter=False)", "the filter reads the loss in each step"),
     },
 }
-# A line of torch that a framework's own loop has no place for.
+# Lines of torch that a framework's own loop has no place for.
 _NO_PLACE = {"checkpoint.mode": _OWN_TERMS, "parallel.compression": (TRANSFORMERS, TRL)}
 
 
 def say(framework: Framework | None, key: str, value: Any, strategy: str | None = None, accumulation: int = 1) -> str:
-    """How a remedy is said to a script; empty where there is nothing that it could write.
+    """Return the wording of a remedy for a script; empty if there is nothing the script could write.
 
     Args:
-        framework: Whose loop the script runs; None: not known, which is told torch's words.
-        key: The knob, alone or with a variant of it.
-        value: What the knob should become.
-        strategy: How the script divides the model among ranks.
+        framework: The library that runs the loop; None: unknown, so torch's terms are used.
+        key: The knob, alone or with a variant.
+        value: The value for the knob.
+        strategy: How the script shards the model over ranks.
         accumulation: Micro-batches per step.
     """
     _, code, why = _said(framework or Framework(TORCH), key, value, strategy, accumulation)
@@ -226,15 +226,15 @@ def say(framework: Framework | None, key: str, value: Any, strategy: str | None 
 
 
 def say_own(framework: Framework, key: str, value: Any) -> str:
-    """The same where the framework has words of its own for it; empty where it is told torch's."""
+    """Like `say`, but empty if the framework has no terms of its own for the remedy."""
     dialect, *_ = _said(framework, key, value)
     return "" if dialect == TORCH else say(framework, key, value)
 
 
 def options_for(framework: Framework, key: str, value: Any) -> dict[str, str]:
-    """Options of the framework's arguments that do it, as the installed version takes them, and their values as code.
+    """Return the options of the framework's arguments that apply a remedy, with their values as code.
 
-    Empty where it has none, where they are set that way already, or where a value is more than a literal.
+    Empty if the installed version has none, if they are already set that way, or if a value is not a literal.
     """
     _, code, _ = _said(framework, key, value)
     if not framework.arguments or not code.startswith(f"{framework.arguments}("):
@@ -252,14 +252,14 @@ def options_for(framework: Framework, key: str, value: Any) -> dict[str, str]:
 def _said(
     framework: Framework, key: str, value: Any, strategy: str | None = None, accumulation: int = 1
 ) -> tuple[str, str, str]:
-    """Whose words they are, the line, and what it does."""
+    """Return the framework whose terms are used, the line, and its effect."""
     nothing = TORCH, "", ""
     knob = key.partition(":")[0]
     known = next((WORDS[name] for name in (f"{key}:{value}", key, knob) if name in WORDS), {})
     if framework.name in _NO_PLACE.get(knob, ()):
         return nothing
     if knob == "parallel.compression" and strategy in SHARDED and framework.name in _OWN_TERMS:
-        return nothing  # their words are for DDP
+        return nothing  # their terms are for DDP
     fields = {
         "value": value,
         "whole": max(1, round(value)) if isinstance(value, float) else value,
@@ -286,7 +286,7 @@ def _said(
 
 
 def options_named(name: str) -> set[str]:
-    """Options of a framework's arguments that some remedy names."""
+    """Return the options of a framework's arguments that any remedy names."""
     found: set[str] = set()
     for known in WORDS.values():
         for dialect in (name, *_AFTER.get(name, ())):
@@ -297,7 +297,7 @@ def options_named(name: str) -> set[str]:
 
 
 def _dialects(framework: Framework, strategy: str | None) -> Iterator[str]:
-    """Whose words to look for, one after another."""
+    """Yield the frameworks whose terms to look up, in order."""
     if strategy is not None and framework.name not in _OWN_TERMS:
         yield strategy
     yield framework.name
@@ -311,7 +311,7 @@ def _alternatives(words: Words | None) -> tuple[str | Call, ...]:
 
 
 def _keywords(code: str) -> dict[str, Any]:
-    """Keywords of a call and their values; those that are no literals as they are written."""
+    """Keywords of a call and their values; non-literal values as source code."""
     call = ast.parse(code, mode="eval").body
     assert isinstance(call, ast.Call), code
     found: dict[str, Any] = {}
@@ -325,7 +325,7 @@ def _keywords(code: str) -> dict[str, Any]:
 
 
 class _Blank(Mapping[str, str]):
-    """Any field of a template, as a name that can be parsed."""
+    """Maps every template field to its own name, which can be parsed."""
 
     def __getitem__(self, name: str) -> str:
         return name

@@ -1,4 +1,4 @@
-"""From what the ranks wrote to a checkpoint: manifest, rename, `latest`, then pruning. No torch here."""
+"""Turn what the ranks wrote into a checkpoint: manifest, rename, `latest`, then pruning. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from frameworm.errors import CheckpointError
 from frameworm.records.atomic import refuse_link, replacing, sync_folder
 from frameworm.records.reading import read_text
 
-if TYPE_CHECKING:  # the process that writes needs no config
+if TYPE_CHECKING:  # the writer process needs no config
     from frameworm.config.checkpoint_section import CheckpointConfig
 
 _LATEST = "latest"
 _Item = TypeVar("_Item")
-# The same step may be saved again, after a resume: the old one goes when the new one is durable.
+# The same step may be saved again after a resume: the old one is removed once the new one is durable.
 _FOLDER_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay.
+    """Which checkpoints to keep.
 
     Attributes:
-        keep: The newest few.
-        keep_best: Beside them those with the best figures, of the ones taken at the end of an epoch.
-        metric: Which figure.
-        highest: Whether the highest is the best.
+        keep: How many of the newest.
+        keep_best: How many of the best in addition, among those taken at the end of an epoch.
+        metric: The metric that ranks them.
+        highest: Whether higher is better.
     """
 
     keep: int = 3
@@ -47,20 +47,20 @@ class Retention:
 
     @classmethod
     def of(cls, settings: CheckpointConfig) -> Retention:
-        """As a config says."""
+        """Create from a config."""
         return cls(settings.keep, settings.keep_best, settings.metric, settings.prefers_higher)
 
 
 @dataclass(frozen=True)
 class CommitOrder:
-    """What it takes to make the shares of all ranks a checkpoint.
+    """Everything needed to turn the files of all ranks into a checkpoint.
 
     Attributes:
-        folder: Of the checkpoints.
-        draft: Where the shares are.
-        step: After which step they were taken.
-        reports: What the ranks said of their shares.
-        retention: What stays beside it.
+        folder: The folder of all checkpoints.
+        draft: The folder where the ranks wrote.
+        step: The step after which the state was taken.
+        reports: The ranks' reports on their files.
+        retention: Which other checkpoints to keep.
         visible_s: How long a network file system may take to show what another machine wrote.
     """
 
@@ -72,17 +72,17 @@ class CommitOrder:
     visible_s: float = 60.0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {**vars(self), "retention": asdict(self.retention)}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> CommitOrder:
-        """What `to_json` gave."""
+        """Restore from `to_json`."""
         return cls(**{**fields, "retention": Retention(**fields["retention"])})
 
 
 def stored_folders(folder: Path) -> list[tuple[int, int, Path]]:
-    """Step, attempt and path of the checkpoints of a folder that have a manifest, oldest first."""
+    """List step, attempt and path of the checkpoints in a folder that have a manifest, oldest first."""
     found = []
     for path in folder.glob("step-*"):
         match = _FOLDER_NAME.fullmatch(path.name)
@@ -92,12 +92,12 @@ def stored_folders(folder: Path) -> list[tuple[int, int, Path]]:
 
 
 def commit(order: CommitOrder) -> str:
-    """Make a checkpoint of what the ranks wrote, durable before `latest` names it; returns its name.
+    """Commit what the ranks wrote as a checkpoint, durable before `latest` names it; return its name.
 
     Raises:
-        CheckpointError: The shares do not make up a state, or are not there.
-        RunFolderError: A link is in the place of the draft.
-        OSError: The disk refuses.
+        CheckpointError: If the files are missing or do not form a complete state.
+        RunFolderError: If the draft is a symbolic link.
+        OSError: If writing fails.
     """
     folder, draft = Path(order.folder), Path(order.draft)
     manifest = assemble(order.step, order.reports)
@@ -119,7 +119,7 @@ def commit(order: CommitOrder) -> str:
 
 
 def _already_there(folder: Path, step: int, text: str) -> Path | None:
-    """The checkpoint, where whoever began to make it got as far as its name before it died."""
+    """Return the checkpoint if an earlier attempt to commit it died only after renaming it."""
     for number, _, path in stored_folders(folder):
         if number == step and read_text(path / manifests.NAME, manifests.MOST_BYTES) == text:
             return path
@@ -136,15 +136,15 @@ def _free_name(folder: Path, step: int) -> Path:
 
 
 def prune(folder: Path, newest: Path, retention: Retention) -> None:
-    """Remove what is not to stay, and what earlier runs left half written; the newest always stays."""
+    """Remove checkpoints not to be kept and what earlier runs left half written; the newest always stays."""
     for path in superseded(stored_folders(folder), newest, retention, lambda path: figure_of(path, retention.metric)):
-        # The manifest goes first: without it the data no longer count.
+        # Delete the manifest first: without it the folder is no checkpoint.
         with contextlib.suppress(OSError):
             (path / manifests.NAME).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
     for left in folder.glob(".step-*.tmp"):
         shutil.rmtree(left, ignore_errors=True)
-    for path in folder.glob("step-*"):  # whoever removed them was killed in the middle of it
+    for path in folder.glob("step-*"):  # left by a process killed while removing them
         ours = _FOLDER_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
         if ours and not (path / manifests.NAME).exists():
             shutil.rmtree(path, ignore_errors=True)
@@ -156,7 +156,7 @@ def superseded(
     retention: Retention,
     figure: Callable[[_Item], float | None],
 ) -> list[_Item]:
-    """Of stored checkpoints (step, attempt and what they are known by, oldest first) those that are not to stay."""
+    """Return those of the stored checkpoints (step, attempt, item; oldest first) that are not to be kept."""
     step = next(number for number, _, item in stored if item == newest)
     again = [item for number, _, item in stored if number == step and item != newest]
     others = [item for _, _, item in stored if item not in again]
@@ -173,7 +173,7 @@ def _best(items: Sequence[_Item], retention: Retention, figure: Callable[[_Item]
 
 
 def figure_of(path: Path, metric: str) -> float | None:
-    """The figure of the epoch at whose end a checkpoint was taken; None for one from the middle of an epoch."""
+    """Metric of the epoch that ended with a checkpoint; None for a checkpoint from the middle of an epoch."""
     try:
         return figure_in(read_text(path / manifests.NAME, manifests.MOST_BYTES), metric)
     except (OSError, ValueError):
@@ -181,7 +181,7 @@ def figure_of(path: Path, metric: str) -> float | None:
 
 
 def figure_in(manifest: str, metric: str) -> float | None:
-    """The same, from the text of its manifest."""
+    """Like `figure_of`, from the text of the manifest."""
     try:
         progress = json.loads(manifest)["content"]["shared"]["progress"]
         if progress["step_in_epoch"] or not progress["epochs"]:
@@ -194,10 +194,10 @@ def figure_in(manifest: str, metric: str) -> float | None:
 
 
 def _wait_for_files(draft: Path, manifest: Manifest, visible_s: float) -> None:
-    """Until all that the ranks wrote is seen here; removes what does not belong.
+    """Remove foreign files, then wait until everything that the ranks wrote is visible here.
 
     Raises:
-        CheckpointError: It is not there.
+        CheckpointError: If files are still missing after `visible_s`.
     """
     for path in draft.iterdir():
         if path.name not in manifest.files:

@@ -1,4 +1,4 @@
-"""Safetensors files in zstd frames, read by rows: only the frames that hold them are decompressed."""
+"""Read rows of zstd-compressed safetensors files, decompressing only the frames that hold them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from frameworm.engine.checkpoint.manifest import CHUNK_BYTES, ShardFile
 from frameworm.engine.checkpoint.zstd import zstd_functions
 from frameworm.errors import CheckpointError
 
-_MOST_HEADER_BYTES = 100 * 2**20  # as safetensors has it
+_MOST_HEADER_BYTES = 100 * 2**20  # safetensors' own limit
 
 
 class CompressedShard:
-    """A file of tensors that stands in for `safetensors.safe_open`.
+    """A compressed replacement for `safetensors.safe_open`.
 
     Args:
-        path: The file, which has been checked.
-        file: Its frames.
-        types: Torch's types by safetensors' names.
+        path: The file, already verified.
+        file: Its manifest entry, with the sizes of its frames.
+        types: torch's dtypes by safetensors name.
 
     Raises:
-        MissingPackageError: There is no zstd here.
-        CheckpointError: It holds no safetensors file.
+        MissingPackageError: If no zstd package is installed.
+        CheckpointError: If it does not contain a safetensors file.
     """
 
     def __init__(self, path: Path, file: ShardFile, types: dict[str, torch.dtype]) -> None:
@@ -48,7 +48,7 @@ class CompressedShard:
         self._data = 8 + length
 
     def read(self, place: int, length: int) -> bytes:
-        """Bytes of the file as it was before it was compressed."""
+        """Read bytes at a position of the uncompressed file."""
         found = []
         while length > 0:
             number, begin = divmod(place, CHUNK_BYTES)
@@ -61,7 +61,7 @@ class CompressedShard:
         return b"".join(found)
 
     def get_slice(self, name: str) -> CompressedTensor:
-        """A tensor, to be read by rows."""
+        """Return a tensor to be read by rows."""
         try:
             fields = self._header[name]
             shape = [int(length) for length in fields["shape"]]
@@ -74,7 +74,7 @@ class CompressedShard:
         return CompressedTensor(self, fields["dtype"], dtype, shape, self._data + begin)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
+        """Read a whole tensor."""
         return self.get_slice(name).whole()
 
     def _frame(self, number: int) -> bytes:
@@ -86,7 +86,7 @@ class CompressedShard:
                 content = file.read(self._sizes[number])
             try:
                 self._cached = (number, self._decompress(content, CHUNK_BYTES))
-            except Exception as error:  # each package has errors of its own
+            except Exception as error:  # each zstd package raises its own errors
                 raise self._damaged(str(error)) from None
         return self._cached[1]
 
@@ -95,7 +95,7 @@ class CompressedShard:
 
 
 class CompressedTensor:
-    """A tensor in such a file, as safetensors' slices are."""
+    """A tensor in a compressed file, with the interface of safetensors' slices."""
 
     def __init__(self, shard: CompressedShard, kind: str, dtype: torch.dtype, shape: list[int], place: int) -> None:
         self._shard = shard
@@ -109,16 +109,16 @@ class CompressedTensor:
         return self._shape
 
     def get_dtype(self) -> str:
-        """Its type by safetensors' name."""
+        """Its dtype by safetensors name."""
         return self._kind
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        """These rows."""
+        """Read some of its rows."""
         row_bytes = math.prod(self._shape[1:]) * self._dtype.itemsize
         return self._tensor(rows.start * row_bytes, [rows.stop - rows.start, *self._shape[1:]])
 
     def whole(self) -> torch.Tensor:
-        """All of it."""
+        """Read all of it."""
         return self._tensor(0, self._shape)
 
     def _tensor(self, skipped: int, shape: list[int]) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Files of a checkpoint, written with their checksums on the way and durable at the end.
+"""Write checkpoint files durably, computing checksums along the way.
 
-Nothing here knows torch: the process that writes checkpoints starts in a moment and takes little memory.
+Nothing here imports torch, so that the process that writes checkpoints starts fast and takes little memory.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _MOST_THREADS = 4
 
 @dataclass(frozen=True)
 class Layout:
-    """A safetensors file: its header, and where in memory its content lies, in order.
+    """A safetensors file: its header, and where its content is in memory, in order.
 
     Attributes:
         header: The file's first bytes.
-        segments: Place and length of each piece of memory.
+        segments: Offset and length of each piece of memory.
     """
 
     header: bytes
     segments: list[tuple[int, int]]
 
     def parts(self, memory: memoryview) -> list[memoryview]:
-        """The file's content."""
+        """Return the file's content."""
         return [memoryview(self.header), *(memory[place : place + length] for place, length in self.segments)]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in memory: its type by safetensors' name, the size of an element, its shape, place and length."""
+    """A tensor in memory: its dtype by safetensors name, element size, shape, offset and length."""
 
     dtype: str
     element_bytes: int
@@ -51,8 +51,8 @@ class Stored:
 
 
 def lay_out(tensors: dict[str, Stored]) -> Layout:
-    """The safetensors file of tensors in memory."""
-    # The largest elements first, as safetensors has it: each tensor then begins at a multiple of its element's size.
+    """Lay out tensors in memory as a safetensors file."""
+    # Largest elements first, as safetensors does: each tensor then begins at a multiple of its element size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_bytes, name))
     header: dict[str, Any] = {}
     end = 0
@@ -76,13 +76,16 @@ def write_file(
     """Write a file and wait until it is durable.
 
     Args:
-        path: Where.
+        path: The file to write.
         parts: Its content.
-        compress: Makes a zstd frame of a chunk; None: the content goes in as it is.
-        sync: Wait until it is on the disk.
+        compress: Compresses a chunk to a zstd frame; None to write the content as it is.
+        sync: Whether to wait until it is on the disk.
+
+    Returns:
+        The file's size and checksums.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: If writing fails.
     """
 
     def prepare(chunk: list[memoryview]) -> tuple[list[memoryview], str]:
@@ -95,7 +98,7 @@ def write_file(
 
     sizes, checksums = [], []
     with written_anew(path) as file:
-        # Those that compress hold a chunk each; without, memory is only read.
+        # With compression each thread holds one chunk; without, memory is only read.
         for content, checksum in _in_order(prepare, _chunks(parts)):
             for part in content:
                 _write_all(file.fileno(), part)
@@ -107,10 +110,10 @@ def write_file(
 
 
 def copy_file(source: Path, target: Path, expected: ShardFile) -> None:
-    """Copy a file to where it is to stay, and wait until it is durable there.
+    """Copy a file to its final place and wait until it is durable there.
 
     Raises:
-        OSError: A disk refuses, or the copy is not what was written.
+        OSError: If a disk fails, or the source's checksum does not match.
     """
     with source.open("rb", buffering=0) as taken:
         chunks = (memoryview(taken.read(size)) for size in expected.chunk_sizes())
@@ -125,14 +128,14 @@ def copy_file(source: Path, target: Path, expected: ShardFile) -> None:
 def pays(
     parts: Sequence[memoryview], compress: Callable[[bytes], bytes], disk_bytes_per_s: float
 ) -> tuple[bool, float, float]:
-    """Whether to compress makes a file durable sooner, by a try with a sample of it.
+    """Estimate, by compressing a sample, whether compression makes a file durable sooner.
 
     Returns:
-        The answer, the share of bytes that is left, and bytes compressed per second.
+        Whether it pays, the compressed fraction of the size, and bytes compressed per second.
     """
     total = sum(len(part) for part in parts)
     pieces = []
-    for number in range(8):  # from all over the file: weights, moments and buffers are not alike
+    for number in range(8):  # spread over the file: weights, moments and buffers differ
         place = total * number // 8
         for part in parts:
             if place < len(part):
@@ -149,14 +152,14 @@ def pays(
 def _write_all(descriptor: int, content: memoryview) -> None:
     content = content.cast("B")
     while content:
-        written = os.write(descriptor, content)  # may take less than it is given
+        written = os.write(descriptor, content)  # may write less than it is given
         if written <= 0:
             raise OSError("the disk took nothing of what was written to it")
         content = content[written:]
 
 
 def _chunks(parts: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """The content in chunks of `CHUNK_BYTES`, each in as many pieces as needed."""
+    """Split the content into chunks of `CHUNK_BYTES`, each a list of pieces."""
     chunk: list[memoryview] = []
     room = CHUNK_BYTES
     for part in parts:
@@ -173,12 +176,12 @@ def _chunks(parts: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def checksums_of(chunks: Iterable[memoryview]) -> list[str]:
-    """SHA-256 of each, by several processors."""
+    """Compute the SHA-256 of each chunk with several threads."""
     return [checksum for _, checksum in _in_order(lambda chunk: (chunk, hashlib.sha256(chunk).hexdigest()), chunks)]
 
 
 def _in_order(task: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-    """The task's results in order; a few items are worked on at a time."""
+    """Yield the task's results in order, working on a few items at a time."""
     source = iter(items)
     first = list(_taken(source, 2))
     if len(first) < 2:

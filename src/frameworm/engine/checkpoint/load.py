@@ -1,9 +1,9 @@
-"""Checkpoints on disk: finding the newest that is whole, and reading from it what a rank needs.
+"""Find the newest complete checkpoint on disk and read from it what a rank needs.
 
-A checkpoint is a folder of safetensors files and a manifest (`store` says how it comes about). One whose
-files do not match its manifest does not count, and reading falls back to the one before. Whoever reads it may be of
-any strategy and world size: tensors are read by rows, from whichever files hold them. A checkpoint is data: nothing in
-it can execute code, and nothing outside of its folder is read.
+A checkpoint is a folder of safetensors files and a manifest (`store` describes how it is written). If its files do not
+match its manifest, the checkpoint before it is used. It can be read with any strategy and world size: tensors are read
+by rows, from the files that hold them. A checkpoint is data: nothing in it can execute code, and nothing outside its
+folder is read.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _OPTIONAL = ("loss", "ema")
 
 @dataclass(frozen=True)
 class SavedState:
-    """The state in a checkpoint; its tensors are stored ones, read when somebody asks for them.
+    """The state in a checkpoint; its tensors are read from disk on demand.
 
     Attributes:
-        shared: `model` and `optimizer` by parameter names, `schedule`, `precision`, `progress`; `loss` and `ema` (the
-            averaged weights, by parameter names) if there are any.
-        ranks: What was each rank's own.
+        shared: `model` and `optimizer` by parameter name, `schedule`, `precision`, `progress`; `loss` and `ema` (the
+            averaged weights by parameter name) if present.
+        ranks: Each rank's own state.
     """
 
     shared: dict[str, Any]
@@ -45,25 +45,25 @@ class SavedState:
 
 @dataclass(frozen=True, order=True)
 class StoredCheckpoint:
-    """A checkpoint on disk, by its folder."""
+    """A checkpoint folder on disk."""
 
     step: int
     attempt: int
     path: Path
 
     def check(self, rank: int = 0, world_size: int = 1) -> Manifest:
-        """Compare the files with the manifest: all sizes, and the checksums of this rank's share of the files.
+        """Compare the files with the manifest: the sizes of all, and the checksums of this rank's fraction of them.
 
         Raises:
-            CheckpointError: Something is missing, truncated, changed or not a checkpoint.
+            CheckpointError: If a file is missing, truncated or changed, or this is not a checkpoint.
         """
         path = self.path / manifests.NAME
         if path.is_symlink():
-            raise CheckpointError(f"{self.path.name}/{path.name} is no plain file")
+            raise CheckpointError(f"{self.path.name}/{path.name} is not a regular file")
         try:
             found = Manifest.parse(read_text(path, manifests.MOST_BYTES))
         except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
             raise CheckpointError(f"{self.path.name}/{path.name} cannot be read: {why}") from None
         except CheckpointError as error:
             raise CheckpointError(f"{self.path.name}: {error}") from None
@@ -74,10 +74,10 @@ class StoredCheckpoint:
         return found
 
     def read(self, manifest: Manifest | None = None) -> SavedState:
-        """The state; without a manifest that `check` gave, all files are checked first.
+        """Read the state; without a manifest from `check`, all files are checked first.
 
         Raises:
-            CheckpointError: It is not whole.
+            CheckpointError: If the checkpoint is incomplete or corrupt.
         """
         manifest = manifest or self.check()
         reader = ShardReader(self.path, manifest)
@@ -94,21 +94,21 @@ class StoredCheckpoint:
 
 
 def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
-    """The checkpoints of a folder that have a manifest, oldest first."""
+    """List the checkpoints of a folder that have a manifest, oldest first."""
     return [StoredCheckpoint(*item) for item in stored_folders(folder)]
 
 
 def load_newest(folder: Path, say: Callable[[str], None]) -> tuple[StoredCheckpoint, SavedState] | None:
-    """The newest checkpoint that is whole, with its state; None when the folder holds none at all.
+    """Load the newest complete checkpoint with its state; None if the folder holds no checkpoint at all.
 
-    All ranks must call it and get the same one. Each file is read through by one of them only, for its checksum.
+    All ranks must call it and get the same checkpoint. Each file's checksum is verified by one rank only.
 
     Args:
-        folder: Where the checkpoints are.
-        say: Told on rank 0 of those that were passed over.
+        folder: The folder of all checkpoints.
+        say: Called on rank 0 with a message about each checkpoint that was skipped.
 
     Raises:
-        CheckpointError: There are checkpoints, but none can be read.
+        CheckpointError: If there are checkpoints, but none can be read.
     """
     names = broadcast_object([item.path.name for item in list_checkpoints(folder)])
     if not names:
@@ -134,7 +134,7 @@ def load_newest(folder: Path, say: Callable[[str], None]) -> tuple[StoredCheckpo
 
 
 def _check(folder: Path, name: str) -> tuple[StoredCheckpoint, Manifest]:
-    """This rank's share of the check of a checkpoint that rank 0 has seen."""
+    """Check this rank's fraction of the files of a checkpoint that rank 0 has found."""
     for checkpoint in list_checkpoints(folder):
         if checkpoint.path.name == name:
             return checkpoint, checkpoint.check(_rank(), dist.get_world_size() if is_distributed() else 1)
@@ -148,10 +148,10 @@ def _rank() -> int:
 
 
 def check_same_model(saved: dict[str, Any], model: torch.nn.Module, where: str) -> None:
-    """Refuse weights of another model, naming the first thing that differs.
+    """Check that saved weights belong to this model.
 
     Raises:
-        CheckpointError: A name is missing or unknown, or a shape differs.
+        CheckpointError: If a name is missing or unknown, or a shape differs; the message names the first difference.
     """
     own = model.state_dict()
     for name, tensor in own.items():

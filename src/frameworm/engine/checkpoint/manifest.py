@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint: which files belong to it, where each tensor lies in them, and all else as JSON.
+"""The manifest of a checkpoint: its files, where each tensor is in them, and all other state as JSON.
 
-It is the last file to be written, and the first to be read. Whatever it says is checked before anything is done with
-it: it may name files of its own folder only, and the parts of a tensor must make up the whole. Like all that the
-process that writes checkpoints needs, it imports no torch.
+It is written last and read first. Its content is checked before use: it may only name files in its own folder, and the
+parts of a tensor must make up the whole. Like everything that the writer process needs, it imports no torch.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from frameworm.errors import CheckpointError
 FORMAT = 3
 NAME = "manifest.json"
 MOST_BYTES = 2**30
-CHUNK_BYTES = 16 * 2**20  # files have a checksum for every so many bytes: several processors can share the work
+CHUNK_BYTES = 16 * 2**20  # bytes per checksum, so that several processors can share the work
 _FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors(?:\.zst)?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def shard_name(rank: int) -> str:
-    """The file that a rank writes."""
+    """Name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A file of tensors, by what must be found in its place.
+    """Size and checksums that a file of tensors must have.
 
     Attributes:
         size_bytes: Its size.
         sha256: A checksum for every chunk of it.
-        frames: Sizes of the chunks, each of them a zstd frame of `CHUNK_BYTES` raw bytes (the last: less); None for a
-            file that is not compressed, whose chunks are of `CHUNK_BYTES`.
+        frames: Sizes of the chunks, each a zstd frame of `CHUNK_BYTES` raw bytes (the last may be smaller); None for an
+            uncompressed file, whose chunks have `CHUNK_BYTES`.
     """
 
     size_bytes: int
@@ -47,26 +46,26 @@ class ShardFile:
 
     @property
     def name_suffix(self) -> str:
-        """What its name ends with."""
+        """Suffix of its name."""
         return "" if self.frames is None else ".zst"
 
     def chunk_sizes(self) -> list[int]:
-        """Sizes of the chunks that have a checksum each."""
+        """Sizes of the chunks, each of which has a checksum."""
         if self.frames is not None:
             return list(self.frames)
         return [min(CHUNK_BYTES, self.size_bytes - place) for place in range(0, self.size_bytes, CHUNK_BYTES)]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         plain = {"bytes": self.size_bytes, "sha256": list(self.sha256)}
         return plain if self.frames is None else {**plain, "frames": list(self.frames)}
 
     @classmethod
     def from_json(cls, fields: Any) -> ShardFile:
-        """Read and check what `to_json` gave.
+        """Restore from `to_json` and validate.
 
         Raises:
-            ValueError: It is damaged; also TypeError and KeyError.
+            ValueError: If it is damaged; also TypeError and KeyError.
         """
         checksums = tuple(fields["sha256"])
         if not all(_SHA256.fullmatch(item) for item in checksums):
@@ -81,7 +80,7 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a tensor in a file, where they go by the tensor's name; one without dimensions is one row."""
+    """Rows of a tensor, stored in a file under the tensor's name; a scalar counts as one row."""
 
     file: str
     first_row: int
@@ -90,7 +89,7 @@ class Part:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A whole tensor: its type by safetensors' name, its shape, and the parts in order that make it up."""
+    """A whole tensor: its dtype by safetensors name, its shape, and its parts in order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -102,10 +101,10 @@ class TensorEntry:
         return self.shape[0] if self.shape else 1
 
     def check(self, name: str) -> None:
-        """Refuse parts that do not make up the whole.
+        """Check that the parts make up the whole tensor.
 
         Raises:
-            CheckpointError: Rows are missing, there twice, or beyond the end.
+            CheckpointError: If rows are missing, duplicated or beyond the end.
         """
         end = 0
         for part in self.parts:
@@ -120,14 +119,14 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """Contents of a checkpoint.
 
     Attributes:
-        step: After which step it was taken.
+        step: The step after which it was taken.
         files: Its files by name.
         tensors: Its tensors by name.
-        shared: What is everybody's, as `state_json.encode` gives it.
-        ranks: What was each rank's.
+        shared: The state common to all ranks, encoded by `state_json.encode`.
+        ranks: Each rank's own state.
     """
 
     step: int
@@ -137,7 +136,7 @@ class Manifest:
     ranks: list[Any]
 
     def dump(self) -> str:
-        """The manifest as text."""
+        """Serialize the manifest."""
         tensors = {
             name: {
                 "dtype": entry.dtype,
@@ -161,7 +160,7 @@ class Manifest:
         """Read and check a manifest.
 
         Raises:
-            CheckpointError: It is damaged, of another format, or contradicts itself.
+            CheckpointError: If it is damaged, of another format, or inconsistent.
         """
         try:
             outer = json.loads(text)
@@ -180,10 +179,10 @@ class Manifest:
 
 
 def assemble(step: int, reports: Sequence[dict[str, Any]]) -> Manifest:
-    """The manifest from what the ranks reported of their shares (see `describe`).
+    """Build the manifest from the ranks' reports on their files.
 
     Raises:
-        CheckpointError: Together they do not hold the whole state.
+        CheckpointError: If together they do not hold the whole state.
     """
     found: dict[str, list[Part]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -206,12 +205,12 @@ def assemble(step: int, reports: Sequence[dict[str, Any]]) -> Manifest:
     ranks = [report["own"] for report in reports]
     missing = sorted({*_names(shared), *_names(ranks)} - set(tensors))
     if missing:
-        raise CheckpointError(f"the ranks do not hold the same state: nobody wrote {missing[0]}")
+        raise CheckpointError(f"the ranks do not hold the same state: no rank wrote {missing[0]}")
     return Manifest(step, files, tensors, shared, ranks)
 
 
 def merge(first: Any, second: Any) -> Any:
-    """Two encoded states in one: dicts are joined, and of anything else the first counts."""
+    """Merge two encoded states: dicts are joined; for any other conflict the first wins."""
     if not (isinstance(first, dict) and isinstance(second, dict)):
         return first
     joined = {key: merge(part, second[key]) if key in second else part for key, part in first.items()}
@@ -239,7 +238,7 @@ def _count(value: Any) -> int:
 
 def _file(name: str, fields: Any) -> ShardFile:
     if not _FILE_NAME.fullmatch(name):
-        raise CheckpointError(f"{NAME} names a file {name!r}, which is none of a checkpoint")
+        raise CheckpointError(f"{NAME} names a file {name!r}, which is not a checkpoint's")
     file = ShardFile.from_json(fields)
     if name.endswith(".zst") != (file.frames is not None):
         raise ValueError(name)
@@ -250,7 +249,7 @@ def _tensor(name: str, fields: Any, files: dict[str, ShardFile]) -> TensorEntry:
     parts = tuple(Part(file, _count(first_row), _count(rows)) for file, first_row, rows in fields["parts"])
     for part in parts:
         if part.file not in files:
-            raise CheckpointError(f"{NAME} looks for {name} in {part.file!r}, which is none of its files")
+            raise CheckpointError(f"{NAME} places {name} in {part.file!r}, which it does not list")
     entry = TensorEntry(str(fields["dtype"]), tuple(_count(length) for length in fields["shape"]), parts)
     entry.check(name)
     if math.prod(entry.shape) > 2**62:

@@ -1,4 +1,4 @@
-"""Where a run stands: what a checkpoint must hold beside the tensors, and when to stop early."""
+"""A run's position: what a checkpoint holds besides tensors, and when to stop early."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Progress:
     step: int = 0  # attempted steps
     epoch_s: float = 0.0  # training time of the running epoch
     epoch_samples: int = 0  # over all ranks
-    reading: dict[str, Any] | None = None  # how the running epoch is read: `frameworm.data.position.Reading`
+    reading: dict[str, Any] | None = None  # how the running epoch is read; see `frameworm.data.position.Reading`
     loss_sum: float = 0.0  # on this rank, loss x count
     count_sum: float = 0.0
-    # Set when the running epoch has been validated: a run that stops right then must not do it again.
+    # Set once the running epoch is validated: a run that stops right then must not validate again.
     validated: bool = False
     val_loss: float | None = None
     val_accuracy: float | None = None
@@ -32,17 +32,17 @@ class Progress:
     best: float | None = None
     epochs_without_gain: int = 0
     finished: bool = False
-    # Where `max_steps` ended the last epoch before its end: a run that gets more steps goes on there.
+    # Where `max_steps` cut the last epoch short: a run that gets more steps continues there.
     cut: dict[str, Any] | None = None
     epochs: list[EpochRecord] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data for a checkpoint."""
+        """Return plain data for a checkpoint."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
-        """Read back what `state_dict` gave."""
+        """Restore from `state_dict`."""
         return cls(**{**state, "epochs": [EpochRecord(**item) for item in state["epochs"]]})
 
     def end_epoch(self, record: EpochRecord) -> None:
@@ -57,19 +57,19 @@ class Progress:
         self.val_metrics = {}
 
     def figure(self, name: str) -> float | None:
-        """A value of the running epoch's validation, by the name it is recorded under."""
+        """Return a metric of the running epoch's validation by the name under which it is recorded."""
         if name in ("val_loss", "val_accuracy"):
             found: float | None = getattr(self, name)
             return found
         return self.val_metrics.get(name)
 
     def cut_epoch(self) -> None:
-        """Remember where the running epoch, which `end_epoch` closes before its end, was left."""
+        """Remember the position in the running epoch, which `end_epoch` is about to close early."""
         self.cut = {name: getattr(self, name) for name in ("epoch", "step_in_epoch", "epoch_s", "epoch_samples")}
 
     def go_on(self, epochs: int, max_steps: int | None, rule: EarlyStopConfig | None) -> None:
-        """Let a finished run train on if the limits now allow it: in the epoch that was cut, or the next one."""
-        # Not as it was counted then: the rule may be another now.
+        """Let a finished run continue if the limits now allow it: in the epoch that was cut, or the next one."""
+        # Count again, as the rule may have changed.
         self.best, self.epochs_without_gain = None, 0
         stalled = [self.should_stop_early(rule, record) for record in self.epochs[: -1 if self.cut else None]][-1:]
         epoch = self.epoch if self.cut is None else self.cut["epoch"]
@@ -83,11 +83,11 @@ class Progress:
             self.cut = None
 
     def out_of_steps(self, max_steps: int | None) -> bool:
-        """Whether the run has taken all the steps it may."""
+        """Whether the run has taken all the steps that it may."""
         return max_steps is not None and self.step >= max_steps
 
     def should_stop_early(self, rule: EarlyStopConfig | None, record: EpochRecord) -> bool:
-        """Note the epoch's metric, and say whether it has stalled for too long. One that is not finite is no gain."""
+        """Record the epoch's metric; return whether it has stalled too long. A non-finite metric is no improvement."""
         if rule is None:
             return False
         value = record.figure(rule.metric)
@@ -104,16 +104,16 @@ class Progress:
         return self.epochs_without_gain >= rule.patience
 
     def why_early(self, training: TrainingConfig) -> str | None:
-        """Why a finished run had fewer epochs than it was given, if a metric had stalled."""
+        """Explain why a finished run has fewer epochs than configured, if early stopping ended it."""
         rule = training.early_stop
         if rule is None or self.epochs_without_gain < rule.patience or self.epoch >= training.epochs:
             return None
         best = "" if self.best is None else f"; its best was {self.best:.6g}"
-        return f"stopped early after epoch {self.epoch}: {rule.metric} did not get better any more{best}"
+        return f"stopped early after epoch {self.epoch}: {rule.metric} stopped improving{best}"
 
 
 def among_best(epochs: Sequence[EpochRecord], metric: str, count: int, highest: bool = False) -> bool:
-    """Whether the last epoch is one of the best so many by a figure; one without a figure is not."""
+    """Whether the last epoch is among the best `count` by a metric; False if it has no finite value."""
     sign = -1.0 if highest else 1.0
     figures = [sign * value for item in epochs if (value := item.figure(metric)) is not None and math.isfinite(value)]
     last = epochs[-1].figure(metric) if epochs else None

@@ -1,4 +1,4 @@
-"""One rank's share of a checkpoint, from memory to the disk. No torch here: the writing process runs this."""
+"""Write one rank's part of a checkpoint from memory to disk. The writer process runs this; it imports no torch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _WORTH_A_TRY_BYTES = 2**20
 
 @dataclass(frozen=True)
 class WriteOrder:
-    """What to write where.
+    """What to write and where.
 
     Attributes:
         draft: The folder that becomes the checkpoint.
-        rank: Whose share it is.
-        layout: The file.
-        memory_bytes: How much memory the layout refers to.
-        compression: off, zstd, or auto: where it makes the file durable sooner.
-        fast: A folder on faster storage to write to first; the file is then moved to the draft.
+        rank: The rank whose part it is.
+        layout: Layout of the file.
+        memory_bytes: Size of the memory that the layout refers to.
+        compression: off, zstd, or auto (only if that makes the file durable sooner).
+        fast: A folder on faster storage to write to first, before moving the file to the draft.
     """
 
     draft: str
@@ -40,39 +40,39 @@ class WriteOrder:
     fast: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         layout = {"header": self.layout.header.decode("latin-1"), "segments": self.layout.segments}
         return {**vars(self), "layout": layout}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> WriteOrder:
-        """What `to_json` gave."""
+        """Restore from `to_json`."""
         layout = fields["layout"]
         segments = [(place, length) for place, length in layout["segments"]]
         return cls(**{**fields, "layout": Layout(layout["header"].encode("latin-1"), segments)})
 
 
-class ShareWriter:
-    """Writes shares, and learns from each how fast the disk is."""
+class ShardWriter:
+    """Writes ranks' files and learns from each how fast the disk is."""
 
     def __init__(self) -> None:
         self._disk_bytes_per_s: float | None = None
 
     def write(self, order: WriteOrder, memory: memoryview, taken: Callable[[], None]) -> tuple[ShardFile, list[str]]:
-        """Write a share; when this returns, it is durable.
+        """Write a file that is durable on return.
 
         Args:
-            order: What and where.
-            memory: What the layout refers to.
-            taken: Called when the memory is no longer needed before the share is durable.
+            order: What to write and where.
+            memory: The memory that the layout refers to.
+            taken: Called if the memory is no longer needed before the file is durable.
 
         Returns:
-            The file, and what the user should know.
+            The file and notes for the user.
 
         Raises:
-            OSError: The disk refuses.
-            CheckpointError: There is no zstd.
-            RunFolderError: A link is in the place of the draft.
+            OSError: If writing fails.
+            CheckpointError: If zstd is asked for and not installed.
+            RunFolderError: If the draft is a symbolic link.
         """
         draft = Path(order.draft)
         draft.mkdir(parents=True, exist_ok=True)
@@ -101,8 +101,8 @@ class ShareWriter:
         compress: Callable[[bytes], bytes] | None,
         taken: Callable[[], None],
     ) -> tuple[ShardFile | None, str | None]:
-        """Write to the fast storage, then move to the target; None where the fast one refuses, and why."""
-        # Runs that share a fast folder have drafts in different places.
+        """Write to the fast storage, then move to the target; if the fast storage fails, return None and why."""
+        # Runs may share a fast folder; their drafts have different paths.
         mark = hashlib.sha256(str(target.parent.resolve()).encode()).hexdigest()[:16]
         passing = fast / f"{mark}-{target.name}"
         try:
@@ -122,7 +122,7 @@ class ShareWriter:
     def _compressor(
         self, order: WriteOrder, parts: list[memoryview]
     ) -> tuple[Callable[[bytes], bytes] | None, list[str]]:
-        """How to compress this one, if at all."""
+        """Choose whether to compress this file; return the function and notes."""
         if order.compression == "off":
             return None, []
         try:
@@ -134,7 +134,7 @@ class ShareWriter:
         if order.compression == "zstd":
             return compress, []
         if self._disk_bytes_per_s is None or sum(len(part) for part in parts) < _WORTH_A_TRY_BYTES:
-            return None, []  # the first one shows how fast the disk is
+            return None, []  # the first file shows how fast the disk is
         worth_it, left, speed = pays(parts, compress, self._disk_bytes_per_s)
         if not worth_it:
             return None, []

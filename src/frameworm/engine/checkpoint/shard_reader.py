@@ -1,4 +1,4 @@
-"""The files of a checkpoint, read by rows: safetensors, as they are or compressed."""
+"""Read rows of a checkpoint's files: safetensors, compressed or not."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _NAMES = {dtype: name for name, dtype in SAFETENSORS_TYPES.items()}
 
 
 def type_name(dtype: torch.dtype, name: str) -> str:
-    """What safetensors calls a type.
+    """Return safetensors' name of a dtype.
 
     Raises:
-        CheckpointError: It has no such type.
+        CheckpointError: If safetensors has no such dtype.
     """
     if dtype not in _NAMES:
         raise CheckpointError(f"{name} is of type {dtype}, which a safetensors file cannot hold")
@@ -31,15 +31,15 @@ def type_name(dtype: torch.dtype, name: str) -> str:
 
 
 def check_file(path: Path, expected: ShardFile, *, content: bool) -> None:
-    """Refuse a file that is not what was written.
+    """Check that a file is what was written.
 
     Args:
-        path: Where it should be.
-        expected: What it should be.
-        content: Read it and compare its checksum too; otherwise its size only.
+        path: The file.
+        expected: Its size and checksums.
+        content: Whether to read it and compare its checksums too, not only its size.
 
     Raises:
-        CheckpointError: It is missing, no plain file, truncated or changed.
+        CheckpointError: If it is missing, not a regular file, truncated or changed.
     """
     shown = f"{path.parent.name}/{path.name}"
     try:
@@ -48,7 +48,7 @@ def check_file(path: Path, expected: ShardFile, *, content: bool) -> None:
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{shown} is no plain file")
+                raise CheckpointError(f"{shown} is not a regular file")
             if status.st_size != expected.size_bytes:
                 raise CheckpointError(f"{shown} is truncated: {status.st_size} of {expected.size_bytes} bytes")
             if content and _checksums(file, expected) != list(expected.sha256):
@@ -62,7 +62,7 @@ def _checksums(file: Any, expected: ShardFile) -> list[str]:
 
 
 class ShardReader:
-    """The tensors of a checkpoint whose files have been checked; a file is opened when something of it is needed."""
+    """The tensors of a checkpoint whose files have been checked; files are opened on demand."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
@@ -71,10 +71,10 @@ class ShardReader:
         self._tensors: dict[str, _FileTensor] = {}
 
     def tensor(self, name: str) -> StoredTensor:
-        """A tensor by its name, the same object every time.
+        """Return a tensor by its name, the same object every time.
 
         Raises:
-            CheckpointError: There is no such tensor, or it is not of a type that is known here.
+            CheckpointError: If there is no such tensor, or its dtype is unknown.
         """
         if name not in self._tensors:
             entry = self._manifest.tensors.get(name)
@@ -84,7 +84,7 @@ class ShardReader:
         return self._tensors[name]
 
     def rows(self, file: str, name: str, entry: TensorEntry, stored: int) -> Any:
-        """Access to a tensor in a file, which holds `stored` rows of it."""
+        """Open a tensor in a file that holds `stored` of its rows."""
         if file not in self._open:
             path = self._folder / file
             check_file(path, self._manifest.files[file], content=False)
@@ -100,7 +100,7 @@ class ShardReader:
         return found
 
     def whole(self, file: str, name: str) -> torch.Tensor:
-        """A tensor of a file that `rows` has looked at."""
+        """Read a whole tensor from a file that `rows` has opened."""
         tensor: torch.Tensor = self._open[file].get_tensor(name)
         return tensor
 
@@ -119,7 +119,7 @@ class _FileTensor(StoredTensor):
         assert 0 <= first_row <= end <= entry.rows
         wanted = [part for part in entry.parts if part.first_row < end and first_row < part.first_row + part.rows]
         try:
-            # All are looked at first: no memory is asked for that files do not fill.
+            # Check all files first, so that no memory is allocated that they cannot fill.
             found = [self._reader.rows(part.file, self._name, entry, part.rows) for part in wanted]
             if not entry.shape:
                 return self._reader.whole(wanted[0].file, self._name).clone()

@@ -1,7 +1,7 @@
-"""What one rank writes into a checkpoint: a copy of its share of the state, taken between two steps.
+"""What one rank writes into a checkpoint: a copy of its part of the state, taken between two steps.
 
-What all ranks hold alike is spread over them by size; of a divided tensor each takes the part that it holds. So no rank
-ever copies or writes more than its share.
+Replicated tensors are distributed over the ranks by size; of a sharded tensor each rank takes its own shard. So no rank
+copies or writes more than its part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from frameworm.parallel.shards import HeldState, first_row, is_part, own_part
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a tensor, copied to a place in the staging memory."""
+    """Rows of a tensor, copied to an offset in the staging memory."""
 
     dtype: torch.dtype
     rows_shape: tuple[int, ...]
@@ -35,13 +35,13 @@ class Piece:
 
 @dataclass
 class Snapshot:
-    """One rank's share of a checkpoint.
+    """One rank's part of a checkpoint.
 
     Attributes:
-        pieces: What this rank writes, by the tensors' names.
-        shared: The state that is everybody's, as JSON; rank 0 gives all of it, the others what only they know.
-        own: The state that is this rank's, as JSON.
-        problem: Why there is none, if so.
+        pieces: The tensors that this rank writes, by name.
+        shared: The state common to all ranks, as JSON; rank 0 has all of it, others only what they own.
+        own: This rank's own state, as JSON.
+        problem: Why the snapshot failed; None if it did not.
     """
 
     pieces: dict[str, Piece] = field(default_factory=dict)
@@ -51,13 +51,13 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class SharePlan:
-    """The file of a share, which is the same from save to save; only the values change.
+class ShardPlan:
+    """The layout of a rank's file, which is the same for every save; only the values change.
 
     Attributes:
-        pieces: What it is the plan of.
-        layout: The file.
-        described: Type, shape, first row and rows of each, for the manifest.
+        pieces: The pieces that it lays out.
+        layout: Layout of the file.
+        described: Dtype, shape, first row and number of rows of each piece, for the manifest.
     """
 
     pieces: dict[str, Piece]
@@ -65,8 +65,8 @@ class SharePlan:
     described: dict[str, tuple[Any, ...]]
 
     @classmethod
-    def of(cls, pieces: dict[str, Piece]) -> SharePlan:
-        """The plan of pieces in memory."""
+    def of(cls, pieces: dict[str, Piece]) -> ShardPlan:
+        """Plan the file for pieces in memory."""
         stored = {
             name: Stored(
                 type_name(piece.dtype, name), piece.dtype.itemsize, piece.rows_shape, piece.place, piece.size_bytes
@@ -80,12 +80,12 @@ class SharePlan:
         return cls(pieces, lay_out(stored), described)
 
 
-# What else is everybody's, and what else is this rank's.
+# Further state common to all ranks, and further state of this rank.
 MoreState = tuple[dict[str, Any], dict[str, Any]]
 
 
 class _Collector:
-    """Names for the tensors of a state; those that are the same memory get the same name."""
+    """Assigns names to the tensors of a state; tensors that share the same memory get the same name."""
 
     def __init__(self, prefix: str = "") -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -109,17 +109,17 @@ class _Collector:
 
 
 def check_state(held: HeldState, *more: Any) -> None:
-    """Refuse a state that `take_snapshot` could not take; nothing is copied.
+    """Check, without copying anything, that `take_snapshot` can take a state.
 
     Raises:
-        CheckpointError: Names what no checkpoint can hold.
+        CheckpointError: If it holds something that a checkpoint cannot; the message names it.
     """
     for state in (held.replicated, held.owned, *more):
         collector = _Collector()
         try:
             encode(state, collector.keep)
         except RecursionError:
-            raise CheckpointError("a part of the state holds itself") from None
+            raise CheckpointError("a part of the state contains itself") from None
         for name, tensor in collector.tensors.items():
             type_name(tensor.dtype, name)
 
@@ -132,16 +132,16 @@ def take_snapshot(
     world_size: int,
     late: Callable[[], MoreState] = lambda: ({}, {}),
 ) -> Snapshot:
-    """A copy of this rank's share; nobody is asked, but all ranks must take theirs of the same state.
+    """Copy this rank's part of the state, without communication; all ranks must do so for the same state.
 
     Args:
         held: Model and optimizer.
-        own: What is this rank's.
+        own: This rank's own state.
         staging: Where the copies go.
         rank: This rank.
         world_size: Number of ranks.
-        late: Gives the rest of the state. Called when all above has been copied, or will be before the next step can
-            change it: it may wait for the device.
+        late: Returns the rest of the state. Called once the above is copied, or will be before the next step can change
+            it, so it may wait for the device.
     """
     snapshot = Snapshot()
     try:
@@ -156,7 +156,7 @@ def take_snapshot(
         snapshot.pieces = _copies({**mine, **alone.tensors, **personal.tensors}, staging)
     except (CheckpointError, OSError) as error:
         snapshot.problem = _problem(error)
-    more_common, more_own = late()  # also where there is nothing to write: it may be a meeting of all ranks
+    more_common, more_own = late()  # even with nothing to write: it may contain a collective
     if snapshot.problem is not None:
         return snapshot
     try:
@@ -172,7 +172,7 @@ def take_snapshot(
 
 
 def spread(sizes: dict[str, int], world_size: int) -> dict[str, int]:
-    """Which rank writes what, so that all have about as much; the same on every rank."""
+    """Assign tensors to ranks so that all write about the same amount; the result is the same on every rank."""
     loads = [0] * world_size
     writers = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):

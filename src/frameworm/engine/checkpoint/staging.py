@@ -1,8 +1,8 @@
-"""Copies of tensors in memory that another process can read, made while training goes on.
+"""Copy tensors to memory that another process can read, while training continues.
 
-On a CPU the copy is made at once. On a GPU the tensors are first copied on the device, in order behind the step they
-belong to, which takes a moment; from there they go to the host in the background, through two page-locked buffers on a
-stream of their own. Where the device has no room for the first copy, training waits for the way to the host.
+On a CPU the copy is made at once. On a GPU the tensors are first copied on the device, in stream order after the step
+they belong to, which takes a moment; from there they go to the host in the background, through two page-locked buffers
+on a separate stream. If the device has no room for the first copy, training waits for the transfer to the host.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from typing import Any
 import torch
 
 from frameworm.engine.checkpoint.writer_client import SharedMemory
+from frameworm.torch_private.tensors import foreach_copy_
 
 _ALIGNMENT = 256
 _BOUNCE_BYTES = 32 * 2**20
-_DEVICE_SHARE = 0.8  # of the device's memory that may be in use with the copy
+_DEVICE_SHARE = 0.8  # largest fraction of the device's memory in use, including the copy
 
 
 class Staging:
-    """A place for one snapshot at a time, used again for the next.
+    """Memory for one snapshot at a time, reused for the next.
 
     Args:
-        device: What trains.
+        device: The training device.
         memory: Where the copies go.
     """
 
@@ -34,22 +35,22 @@ class Staging:
         self.waited_for_device = False  # there was no room on the device for the last snapshot
         self._device = device
         self._base = torch.empty(0, dtype=torch.uint8)
-        self._views: dict[tuple[int, torch.dtype, torch.Size], torch.Tensor] = {}  # of the base, from save to save
+        self._views: dict[tuple[int, torch.dtype, torch.Size], torch.Tensor] = {}  # into the base, kept between saves
         self._on_device: list[tuple[torch.Tensor, int, torch.cuda.Event]] = []
         self._bounce: list[torch.Tensor] = []
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self) -> None:
-        """A new snapshot; the one before is no longer needed."""
+        """Begin a new snapshot; the previous one is no longer needed."""
         self.used_bytes = 0
         self.waited_for_device = False
         self._on_device.clear()
 
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """Copy tensors as they are now, and say where each will be; `finish` says when it is there.
+        """Copy tensors as they are now and return their offsets; data is complete after `finish`.
 
         Raises:
-            OSError: There is not enough memory.
+            OSError: If there is not enough memory.
         """
         here = {name: item for name, item in tensors.items() if not item.is_cuda}
         there = {name: item for name, item in tensors.items() if item.is_cuda}
@@ -73,7 +74,7 @@ class Staging:
         return view
 
     def finish(self) -> None:
-        """Wait until all that was copied is in the shared memory. May be called by another thread."""
+        """Wait until all copies are in the shared memory. May be called by another thread."""
         for flat, place, ready in self._on_device:
             self.memory.fill(place, flat.nbytes)
             self._bring(flat, place, ready)
@@ -90,7 +91,7 @@ class Staging:
         return places
 
     def _copy_on_device(self, tensors: Mapping[str, torch.Tensor], places: dict[str, int]) -> None:
-        """Copy in the order of the stream that trains, so that the next step may change them."""
+        """Copy in the order of the training stream, so that the next step may change the tensors."""
         first = min(places[name] for name in tensors)
         size_bytes = max(places[name] + item.nbytes for name, item in tensors.items()) - first
         flat = self._device_memory(size_bytes)
@@ -116,7 +117,7 @@ class Staging:
             return None
 
     def _bring(self, source: torch.Tensor, place: int, ready: torch.cuda.Event) -> None:
-        """From the device to the shared memory, in pieces."""
+        """Copy from the device to the shared memory in pieces."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
             self._bounce = [torch.empty(_BOUNCE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -137,7 +138,7 @@ class Staging:
             _take(target, *under_way)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all memory."""
         self.begin()
         self._bounce.clear()
         self._views.clear()
@@ -147,7 +148,7 @@ class Staging:
 
 
 def _copy_all(tensors: Mapping[str, torch.Tensor], targets: list[torch.Tensor]) -> None:
-    """Copy in few calls, one for each type."""
+    """Copy with one call per dtype."""
     kinds: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for item, target in zip(tensors.values(), targets):
         if item.numel():
@@ -155,12 +156,12 @@ def _copy_all(tensors: Mapping[str, torch.Tensor], targets: list[torch.Tensor]) 
             copies.append(target)
             sources.append(item)
     for copies, sources in kinds.values():
-        torch._foreach_copy_(copies, sources)
+        foreach_copy_(copies, sources)
 
 
 def _take(target: Any, buffer: torch.Tensor, place: int, length: int, arrived: torch.cuda.Event) -> None:
     arrived.synchronize()
-    target[place : place + length] = buffer.numpy()  # NumPy copies without holding Python up
+    target[place : place + length] = buffer.numpy()  # NumPy copies without holding the GIL
 
 
 def _event_now() -> torch.cuda.Event:
@@ -170,7 +171,7 @@ def _event_now() -> torch.cuda.Event:
 
 
 def _view(flat: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
-    """The stretch of bytes that holds a tensor, as that tensor."""
+    """View a range of bytes as a tensor like `like`."""
     if not like.numel():
         return torch.empty(like.shape, dtype=like.dtype, device=flat.device)
     return flat[place : place + like.nbytes].view(like.dtype).view(like.shape)

@@ -1,7 +1,7 @@
-"""Nested state as JSON, with names where its tensors were.
+"""Encode nested state as JSON, with names in place of tensors.
 
-Numbers, texts, lists and dicts with text keys stand for themselves. All else is an object with a single key that
-begins with `$`. Nothing in it can become anything but plain data.
+Numbers, strings, lists and dicts with string keys are stored as they are. Everything else is an object with a single
+key that begins with `$`. Decoding can produce only plain data.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ import torch
 
 from frameworm.errors import CheckpointError
 from frameworm.parallel.shards import StoredArray, StoredSparse, StoredTensor
+from frameworm.torch_private.tensors import sparse_indices, sparse_values
 
 Path = tuple[str, ...]
 _NOT_NUMPYS = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def encode(value: Any, keep: Callable[[Path, torch.Tensor], str], path: Path = ()) -> Any:
-    """State as JSON.
+    """Encode state as JSON data.
 
     Args:
         value: Plain data and tensors in dicts, lists and tuples.
-        keep: Told where a tensor stands; returns the name to put there.
-        path: Where `value` stands.
+        keep: Called with each tensor and its path; returns the name to store instead.
+        path: Path of `value` in the whole state.
 
     Raises:
-        CheckpointError: Something is neither plain data nor a tensor.
+        CheckpointError: If a value is neither plain data nor a tensor.
     """
     if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
-        # As it is: entries that stand for one place are not added up, so that later sums round as they would have.
+        # Not coalesced, so that later sums round as they would have.
         held = value.detach()
-        dense = {"indices": held._indices(), "values": held._values()}
+        dense = {"indices": sparse_indices(held), "values": sparse_values(held)}
         shape = {"size": list(held.shape), "coalesced": held.is_coalesced()}
         return {"$sparse": encode({**dense, **shape}, keep, path)}
     if isinstance(value, torch.Tensor):
@@ -65,7 +66,7 @@ def encode(value: Any, keep: Callable[[Path, torch.Tensor], str], path: Path = (
 
 
 def _as_tensor(array: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
-    """A tensor with the values of an array, which may share its memory."""
+    """Convert an array to a tensor, which may share its memory."""
     native = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
     try:
         return torch.from_numpy(native)
@@ -76,14 +77,14 @@ def _as_tensor(array: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """The state that was encoded.
+    """Decode what `encode` returned.
 
     Args:
-        value: What `encode` gave, after a way through JSON.
-        tensor: From a name to what is to stand in its place.
+        value: The encoded state, after a round trip through JSON.
+        tensor: Returns the replacement for a tensor's name.
 
     Raises:
-        CheckpointError: `encode` cannot have given that.
+        CheckpointError: If the value is corrupt.
     """
     if isinstance(value, list):
         return [decode(part, tensor) for part in value]
@@ -95,7 +96,7 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     try:
         return _decode_special(kind, content, tensor)
     except (TypeError, ValueError, AttributeError, KeyError):
-        raise CheckpointError(f"its manifest holds a {kind} that is none") from None
+        raise CheckpointError(f"its manifest is corrupt: a {kind} has invalid content") from None
 
 
 def _decode_special(kind: str, content: Any, tensor: Callable[[str], Any]) -> Any:

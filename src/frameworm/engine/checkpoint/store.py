@@ -1,9 +1,9 @@
-"""Writing checkpoints that are whole or not there, while training goes on.
+"""Write checkpoints atomically while training continues.
 
-A save copies the state (`snapshot`, `staging`) and returns. In the background a process of its own (`writer_process`)
-writes this rank's share into a temporary folder; the ranks report to rank 0, which has the manifest written, the folder
-renamed, `latest` moved and old ones removed. Files and folders are synced on the way: whatever has the name of a
-checkpoint is durable. A rank that cannot write makes all ranks do without this one, and training goes on.
+A save copies the state (`snapshot`, `staging`) and returns. In the background a separate process (`writer_process`)
+writes this rank's part into a temporary folder. The ranks report to rank 0, which has the manifest written, the folder
+renamed, `latest` moved and old checkpoints removed. Files and folders are synced along the way, so a folder with a
+checkpoint's name is durable. If a rank cannot write, all ranks skip this checkpoint, and training continues.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from frameworm.config.schema import CheckpointConfig
 from frameworm.engine.checkpoint.commit import CommitOrder, Retention
 from frameworm.engine.checkpoint.rank_writer import WriteOrder
-from frameworm.engine.checkpoint.snapshot import SharePlan, Snapshot
+from frameworm.engine.checkpoint.snapshot import ShardPlan, Snapshot
 from frameworm.engine.checkpoint.staging import Staging
 from frameworm.engine.checkpoint.writer_client import Writer
 from frameworm.engine.checkpoint.writer_process import in_words
@@ -34,20 +34,20 @@ from frameworm.launch.reports import RankReports
 from frameworm.records.schema import CheckpointStatistics
 
 log = logging.getLogger("frameworm")
-PATIENCE_S = 60.0  # how long training waits for a checkpoint being written before it does without the next one
+PATIENCE_S = 60.0  # how long training waits for the previous checkpoint before it skips one
 SAVE_FAILED = "could not be written"
 _WORTH_SAYING_S = 1.0
 _END_S = 600.0  # and at the end of the run
 _ABANDON_S = 30.0
-_ABANDON_AMONG_S = 15.0  # with other ranks: 20 s after one has failed its launcher ends the others
+_ABANDON_AMONG_S = 15.0  # with other ranks: the launcher ends them 20 s after one has failed
 _VISIBLE_S = 60.0
 
-# From where copies go (None: nowhere) and what is to be called once all is copied on the device, to the snapshot.
+# Takes where copies go (None: nowhere) and a function to call once all is copied on the device; returns the snapshot.
 Capture = Callable[[Staging | None, Callable[[], None]], Snapshot]
 
 
 def _nothing() -> None:
-    """There is nothing to wait for."""
+    """Do nothing."""
 
 
 @dataclass
@@ -59,14 +59,14 @@ class _Job:
 
 
 class CheckpointStore:
-    """Writes checkpoints into a folder, beside training (`async`) or not (`sync`), and keeps some of them.
+    """Writes checkpoints into a folder, in the background (`async`) or not (`sync`), and keeps some of them.
 
     Args:
-        folder: Where they go; all ranks must see the same.
-        retention: Which stay.
-        asynchronous: Write in a process of its own, while training goes on.
-        reports: How the ranks hear of each other.
-        device: What trains.
+        folder: Where checkpoints go; all ranks must see the same folder.
+        retention: Which checkpoints to keep.
+        asynchronous: Whether a separate process writes while training continues.
+        reports: How the ranks exchange results.
+        device: The training device.
         compression: off, zstd or auto.
         fast: A folder on faster storage that files are written to first.
     """
@@ -103,22 +103,22 @@ class CheckpointStore:
         self._outstanding = 0
         self._changed = threading.Condition()
         self._rounds = 0
-        self._plan: SharePlan | None = None
+        self._plan: ShardPlan | None = None
         self._freed = False
         self._stuck = False
         self._waited_s = 0.0
         self._gave_up = False
         self._closed = False
-        self._stored: tuple[int, float] | None = None  # the step that can be gone back to, and when it was
+        self._stored: tuple[int, float] | None = None  # the last step that can be resumed from, and when it was taken
         self._gap_steps, self._gap_s = 0, 0.0
 
     def begin(self, step: int) -> None:
-        """Training starts after this step; a gap is measured from here to the first checkpoint."""
+        """Call when training starts after `step`; the gap to the first checkpoint is measured from here."""
         self._stored = step, perf_counter()
 
     def is_busy(self) -> bool:
-        """Whether a save would have to wait for the one before it."""
-        if self._staging_free.acquire(blocking=False):  # only the thread that trains takes it
+        """Whether a save would have to wait for the previous one."""
+        if self._staging_free.acquire(blocking=False):  # only the training thread acquires it
             self._staging_free.release()
             return False
         return True
@@ -132,14 +132,14 @@ class CheckpointStore:
         *,
         last: bool = False,
     ) -> None:
-        """Save what `capture` copies; all ranks must call it. A disk that refuses does not stop training.
+        """Save what `capture` copies; all ranks must call it. A failing disk does not stop training.
 
         Args:
-            step: After which step.
-            capture: Copies the state to where it is told; with nowhere to go it does what ranks do together.
-            settle: Waits for the steps before, on all ranks. That is no time lost to saving: they have to be done.
-            flush: Writes down what is known of these steps.
-            last: The training is over: there is nothing to write beside.
+            step: The step after which the state is saved.
+            capture: Copies the state to the given staging; without one it only takes part in collectives.
+            settle: Waits for earlier steps on all ranks. This does not count as time lost to saving.
+            flush: Records what is known about these steps.
+            last: Whether training is over, so that no background process is worth starting.
         """
         begin = perf_counter()
         waited_s = 0.0
@@ -160,7 +160,7 @@ class CheckpointStore:
             snapshot = capture(self._staging, settled)
             job = _Job(number, step, begin + waited_s, snapshot)
             if last and self._thread is None:
-                self._writer.stay_here()  # a process for this one alone would only take time to start
+                self._writer.stay_here()  # starting a process for this save alone would only take time
             if self._writer.beside:
                 self._hand_over(job)
             else:
@@ -169,12 +169,12 @@ class CheckpointStore:
         self.stall_s += perf_counter() - begin - waited_s
 
     def _room(self, last: bool) -> bool:
-        """Whether the memory for copies is free, or becomes so before long; the last save waits longer."""
+        """Whether the memory for copies is free, or becomes free within a limit; the last save waits longer."""
         if self._staging_free.acquire(blocking=False):
             self._stuck = False
             return True
         begin = perf_counter()
-        # Once it has not come back in time, nobody waits again until it does, or until the training ends.
+        # After one timeout, do not wait again until the memory is free or the training ends.
         limit_s = _END_S if last else 0.0 if self._stuck else PATIENCE_S
         found = self._staging_free.acquire(timeout=limit_s) if limit_s else False
         self._stuck = not found
@@ -185,32 +185,32 @@ class CheckpointStore:
         return found
 
     def was_put_off(self, late_s: float) -> None:
-        """A save began so much later than it was due, because storage was busy."""
+        """Call when a save began `late_s` after it was due because storage was busy."""
         if late_s > _WORTH_SAYING_S:
             self._note_slow_storage("the next one starts when the last is durable")
 
     def _note_slow_storage(self, what: str) -> None:
         self._note_once(
-            f"storage takes longer to write a checkpoint than there is between two: {what} "
+            f"writing a checkpoint takes longer than the time between two: {what} "
             "(save more rarely, or set checkpoint.dir to faster storage)",
             warn=True,
         )
 
     def _skip(self, number: int, step: int) -> None:
-        problem = f"an earlier one has been on its way to storage for more than {PATIENCE_S:g} s"
+        problem = f"an earlier one has not reached storage after {PATIENCE_S:g} s"
         try:
             self._reports.report(number, json.dumps({"problem": problem}))
             if self._reports.rank == 0:
                 self._reports.decide(number, problem)
         except (TimeoutError, RuntimeError):
-            pass  # the others will not get theirs done either
+            pass  # then the other ranks will not finish theirs either
         self._conclude(step, problem)
 
     def get_ready(self) -> None:
-        """Start what writes beside training now, so that it does not start in the midst of steps.
+        """Start the writer process now rather than in the middle of training.
 
-        In the thread that trains: a process that another thread forks meanwhile, such as a loader's, would hold the
-        start up.
+        Must run in the training thread: processes that another thread forks meanwhile, such as a loader's, would delay
+            the start.
         """
         if self._writer.beside and self._thread is None:
             self._writer.start()
@@ -233,7 +233,7 @@ class CheckpointStore:
                     self._changed.notify_all()
 
     def wait(self, limit_s: float = _END_S) -> bool:
-        """Until all checkpoints being written are durable, or have failed, on all ranks; false where time ran out."""
+        """Wait until all pending checkpoints are durable or have failed on all ranks; return False on timeout."""
         deadline = monotonic() + limit_s
         with self._changed:
             while self._outstanding:
@@ -243,18 +243,18 @@ class CheckpointStore:
         return True
 
     def abandon(self) -> None:
-        """The training ends by an error: wait for the checkpoint being written, but not long for other ranks."""
+        """Call when training ends with an error: wait for a pending checkpoint, but not long for other ranks."""
         self._reports.give_up()
         self.close(_ABANDON_S if self._reports.world_size == 1 else _ABANDON_AMONG_S)
 
     def close(self, limit_s: float = _END_S) -> None:
-        """The training is over: wait for what is being written, and give everything back."""
+        """Call when training is over: wait for pending checkpoints and release all resources."""
         if self._closed:
             return
         done = self.wait(0.0 if self._gave_up else limit_s)
         self._closed = True
         if not done:
-            self._conclude(None, f"storage has not taken it for {limit_s:g} s")
+            self._conclude(None, f"storage has not accepted it in {limit_s:g} s")
         self._jobs.put(None)
         self._writer.close()
         if done:
@@ -263,14 +263,14 @@ class CheckpointStore:
             self._staging.close()
 
     def _write(self, job: _Job) -> None:
-        """Write this rank's share; the ranks then agree on what came of it."""
+        """Write this rank's part, then agree with the other ranks on the outcome."""
         reports = self._reports
         draft = self.folder / f".step-{job.step:08d}.tmp"
         self._freed = False
         try:
             try:
                 report = self._write_share(draft, job.snapshot)
-            except Exception as error:  # whatever it is, training goes on and the other ranks must hear of it
+            except Exception as error:  # whatever the error, training continues and the other ranks must learn of it
                 report = {"problem": in_words(error)}
             reports.report(job.number, json.dumps(report))
             if reports.rank == 0:
@@ -288,24 +288,24 @@ class CheckpointStore:
             self._measure_gap(job.step, job.taken_at)
 
     def _free(self) -> None:
-        """The memory of the copies may hold the next snapshot.
+        """Release the memory of the copies for the next snapshot.
 
-        By then this one is durable or has failed, so that a crash costs no more than the checkpoint that is under way;
-        or it is on faster storage, and may take its time from there.
+        By then this snapshot is durable or has failed, so a crash costs only the checkpoint being written; or it is on
+        faster storage and is moved from there.
         """
         if not self._freed:
             self._freed = True
             self._staging_free.release()
 
     def _write_share(self, draft: Path, snapshot: Snapshot) -> dict[str, Any]:
-        """Have one rank's file written and say what is in it."""
+        """Have this rank's file written and describe its content."""
         if snapshot.problem is not None:
             raise CheckpointError(snapshot.problem)
         self._staging.finish()
         if self._staging.waited_for_device:
             self._note_once("no room on the device for a copy of the state: training waits while it is saved")
         if self._plan is None or self._plan.pieces != snapshot.pieces:
-            self._plan = SharePlan.of(snapshot.pieces)
+            self._plan = ShardPlan.of(snapshot.pieces)
         fast = None if self._fast is None else str(self._fast.resolve())
         used_bytes, layout = self._staging.used_bytes, self._plan.layout
         order = WriteOrder(self._place(draft), self._reports.rank, layout, used_bytes, self._compression, fast)
@@ -317,11 +317,11 @@ class CheckpointStore:
         return {"file": answer["file"], "pieces": self._plan.described, "shared": snapshot.shared, "own": snapshot.own}
 
     def _place(self, draft: Path) -> str:
-        """A draft by its absolute path, with what has its own name left as it is."""
+        """Return the draft's absolute path, resolving its folder but not a link in its own name."""
         return str(draft.parent.resolve() / draft.name)
 
     def _commit(self, job: _Job, draft: Path) -> str | None:
-        """Have the shares of all ranks made a checkpoint; returns why that failed."""
+        """Commit the files of all ranks as a checkpoint; return why that failed, if it did."""
         reports = self._reports
         try:
             found = [json.loads(text) for text in reports.collect(job.number)]
@@ -348,17 +348,17 @@ class CheckpointStore:
         which = "the last checkpoint" if step is None else f"checkpoint of step {step}"
         self.problem = f"{which} {SAVE_FAILED}: {problem}"
         if self._reports.rank == 0:
-            log.warning("%s; the one before it, if any, stays the latest, and training goes on", self.problem)
+            log.warning("%s; the one before it, if any, stays the latest, and training continues", self.problem)
 
     def _measure_gap(self, step: int, at: float) -> None:
-        """A crash between two checkpoints costs the steps since the first of them."""
+        """Track the longest gap between checkpoints, which is what a crash can cost."""
         if self._stored is not None:
             self._gap_steps = max(self._gap_steps, step - self._stored[0])
             self._gap_s = max(self._gap_s, at - self._stored[1])
         self._stored = step, at
 
     def _note_once(self, text: str, *, warn: bool = False) -> None:
-        # Figures in a note differ from save to save.
+        # Numbers in a note differ between saves.
         if any(note[:30] == text[:30] for note in self.notes):
             return
         self.notes.append(text)
@@ -366,7 +366,7 @@ class CheckpointStore:
             log.warning("%s", text)
 
     def statistics(self, step: int) -> CheckpointStatistics:
-        """For the summary of a training that ended after this step."""
+        """Statistics for the summary of a training that ended after `step`."""
         if not self.count:
             return CheckpointStatistics()
         if self._stored is not None and step > self._stored[0]:  # the last save failed
@@ -375,11 +375,11 @@ class CheckpointStore:
 
     @property
     def failed_wholly(self) -> bool:
-        """Whether saves were asked for and none of them was written."""
+        """Whether saves were attempted and all of them failed."""
         return self.failed > 0 and self.count == 0
 
     def all_notes(self) -> list[str]:
-        """What the summary must say about checkpoints."""
+        """What the summary says about checkpoints."""
         several = "" if self.failed < 2 else f" ({self.failed} could not be written)"
         return [*self.notes, *([] if self.problem is None else [self.problem + several])]
 
@@ -388,7 +388,7 @@ _VOLATILE = {"tmpfs", "ramfs", "devtmpfs"}
 
 
 def file_system_of(path: Path, mounts: str | None = None) -> str | None:
-    """The kind of file system a path is, or would be, on; None where that is not known."""
+    """Type of the file system that a path is, or would be, on; None if unknown."""
     try:
         lines = (Path("/proc/self/mounts").read_text(encoding="utf-8") if mounts is None else mounts).splitlines()
     except OSError:
@@ -400,17 +400,17 @@ def file_system_of(path: Path, mounts: str | None = None) -> str | None:
         if len(fields) < 3:
             continue
         place = Path(fields[1].replace("\\040", " "))
-        # Of several mounts in one place the last one counts.
+        # Of several mounts at one path, the last one counts.
         if wanted.is_relative_to(place) and (found is None or len(place.parts) >= found[0]):
             found = (len(place.parts), fields[2])
     return None if found is None else found[1]
 
 
 def make_store(folder: Path, settings: CheckpointConfig, reports: RankReports, device: torch.device) -> CheckpointStore:
-    """The store that a config asks for.
+    """Create the store that a config asks for.
 
     Raises:
-        MissingPackageError: Checkpoints are to be compressed, and there is no zstd.
+        MissingPackageError: If checkpoints are to be compressed and no zstd package is installed.
     """
     if settings.compression == "zstd":
         zstd_functions()

@@ -1,4 +1,4 @@
-"""Checkpoints by the clock, and checkpoints put off while storage is busy: all ranks save after the same step."""
+"""Timed checkpoints, and checkpoints delayed while storage is busy; all ranks save after the same step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from frameworm.launch.stopping import StopAgreement, StopRequest
 
 
 class TimedSaves:
-    """Says when a checkpoint is due.
+    """Decides when a timed checkpoint is due.
 
     Args:
-        interval_s: Time between two.
-        agreement: How the ranks agree; its like is made for every checkpoint.
+        interval_s: Time between checkpoints.
+        agreement: How the ranks agree; a new one like it is created for every checkpoint.
         now: A clock.
     """
 
@@ -33,7 +33,7 @@ class TimedSaves:
         self._rounds += 1
 
     def due(self, step: int) -> bool:
-        """Whether to save before this step; asked once before every step, and the same on all ranks."""
+        """Whether to save before this step; call once before every step. The same on all ranks."""
         if self._now() >= self._due_at:
             self._request.ask("preempted")
         if self._round.stop_before(step) is None:
@@ -43,15 +43,15 @@ class TimedSaves:
 
 
 class SaveTurns:
-    """Puts a save off while storage is busy with the one before it.
+    """Delays a save while storage is busy with the previous one.
 
     Storage counts as busy from the start of a save until the ranks have agreed on a step at which it is free on all of
-    them. So each rank knows by itself, and at any step, what the others will do.
+    them. So every rank knows at any step what the others will do.
 
     Args:
-        busy: Whether this rank's part of the last save is still under way.
-        agreement: How the ranks agree; its like is made for every save.
-        put_off: Told how many seconds a save was late.
+        busy: Whether this rank's part of the last save is still being written.
+        agreement: How the ranks agree; a new one like it is created for every save.
+        put_off: Called with the seconds by which a save was late.
         now: A clock.
     """
 
@@ -67,12 +67,12 @@ class SaveTurns:
         self._put_off = put_off
         self._now = now
         self._rounds = 0
-        self._round: StopAgreement | None = None  # how the ranks agree that storage is free; None: it is
+        self._round: StopAgreement | None = None  # how the ranks agree that storage is free; None while it is
         self._request = StopRequest()
         self._owed_since: float | None = None
 
     def started(self) -> None:
-        """A save has begun, and holds the state of any save that was put off."""
+        """Call when a save begins; it also covers any save that was delayed."""
         if self._owed_since is not None:
             self._put_off(self._now() - self._owed_since)
         self._owed_since = None
@@ -81,13 +81,13 @@ class SaveTurns:
         self._rounds += 1
 
     def admit(self) -> bool:
-        """Whether a save that is due may start; if not, `due` says when. The same on all ranks."""
+        """Whether a save that is due may start now; if not, `due` says when. The same on all ranks."""
         if self._round is not None and self._owed_since is None:
             self._owed_since = self._now()
         return self._round is None
 
     def due(self, step: int) -> bool:
-        """Whether to make up for a put-off save before this step; asked once before every step, the same everywhere."""
+        """Whether to make up for a delayed save before this step; call once before every step, on all ranks."""
         if self._round is None or (self._request.reason is None and self._busy()):
             return False
         self._request.ask("preempted")
@@ -98,11 +98,11 @@ class SaveTurns:
 
 
 def make_save_turns(settings: CheckpointConfig, store: CheckpointStore, agreement: StopAgreement) -> SaveTurns | None:
-    """What a config asks for; None where training waits for storage."""
+    """Create what a config asks for; None if training waits for storage."""
     skips = settings.when_busy == "skip" and settings.mode == "async"
     return SaveTurns(store.is_busy, agreement, store.was_put_off) if skips else None
 
 
 def make_timed_saves(settings: CheckpointConfig, agreement: StopAgreement) -> TimedSaves | None:
-    """What a config asks for."""
+    """Create what a config asks for; None without timed checkpoints."""
     return None if settings.every_minutes is None else TimedSaves(60 * settings.every_minutes, agreement)

@@ -1,4 +1,4 @@
-"""Everything a run must remember to go on as if it had never stopped."""
+"""Everything that a run must save in order to resume as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from frameworm.parallel.strategy import Strategy
 
 @dataclass
 class TrainingState:
-    """The parts of a run that change, and how to take and give back a snapshot of them."""
+    """The parts of a run that change, and how to capture and restore them."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -36,11 +36,11 @@ class TrainingState:
     strategy: Strategy
     progress: Progress
     seed: int
-    held: Held  # generators of the loaders and of whatever else draws from its own
+    held: Held  # generators of the loaders and of other objects that have their own
     workers: PersistentWorkers
     place: Place
     averages: AveragedWeights | None = None
-    # Taken when an epoch's loader stood ready to be made: a loader that draws its order at random draws it again.
+    # State before the epoch's loader was created: on resume, a loader that shuffles draws the same order again.
     epoch_random: dict[str, Any] | None = None
     _resumed_random: dict[str, Any] | None = None
     _random_at_cut: dict[str, Any] | None = None
@@ -55,7 +55,7 @@ class TrainingState:
         return {"frozen": frozen, "groups": len(self.optimizer.param_groups)}
 
     def remember_epoch_start(self) -> None:
-        """Call before the loader of an epoch is made."""
+        """Call before the loader of an epoch is created."""
         self.epoch_random = self._random_state(with_workers=True)
 
     def forget_epoch_start(self) -> None:
@@ -63,22 +63,22 @@ class TrainingState:
         self.epoch_random = None
 
     def before_last_validation(self) -> None:
-        """Call after the step that `max_steps` makes the last: what validation draws is not the epoch's."""
+        """Call after the last step under `max_steps`: numbers drawn in validation are not the epoch's."""
         self._random_at_cut = self._random_state()
 
     def cut_epoch(self) -> None:
-        """Call when `max_steps` has ended the running epoch early, before it is closed: it may be finished later."""
+        """Call when `max_steps` ends the running epoch early, before closing it, as it may be finished later."""
         self.progress.cut_epoch()
         self._own_at_cut = self._own_state()
         if self._random_at_cut is not None:
             self._own_at_cut["random"] = self._random_at_cut
 
     def capture(self, staging: Staging | None, settle: Callable[[], None] = lambda: None) -> Snapshot:
-        """A copy of this rank's share of the state. All ranks must call it.
+        """Copy this rank's part of the state. All ranks must call it.
 
         Args:
-            staging: Where tensors are copied to; None: nowhere, but what ranks do together is done.
-            settle: Called when the tensors have been copied on the device that trains: waits for the steps before.
+            staging: Where tensors are copied to; None to copy nothing and only take part in the collectives.
+            settle: Called after the tensors were copied on the training device; waits for the steps before.
         """
         copies = self._own_copies()
         self.strategy.sync_buffers(self.model)
@@ -94,16 +94,16 @@ class TrainingState:
                 return self._small_state()
 
             snapshot = take_snapshot(held, own, staging, self.strategy.rank, self.strategy.world_size, late)
-        if copies:  # to save is not to meet
+        if copies:  # saving must not synchronize them
             self.model.load_state_dict(copies["model"])
             self.strategy.beside.load_state_dict(copies["loss"])
         return snapshot
 
     def check_savable(self) -> None:
-        """Refuse what no checkpoint could hold, without saving anything.
+        """Check, without saving anything, that a checkpoint can hold the state.
 
         Raises:
-            CheckpointError: Names it.
+            CheckpointError: If it cannot; the message names the part.
         """
         what = "model, loss and optimizer"
         try:
@@ -122,7 +122,7 @@ class TrainingState:
         )
 
     def _held(self) -> HeldState:
-        """What this rank holds of model, loss, optimizer and averages."""
+        """Return this rank's part of model, loss, optimizer and averages."""
         held = self.strategy.held_state(self.model, self.optimizer)
         loss = self.strategy.beside.state_dict()
         averages = HeldState({}) if self.averages is None else self.averages.held_state()
@@ -132,7 +132,7 @@ class TrainingState:
         )
 
     def _small_state(self) -> MoreState:
-        """What is everybody's and what is this rank's, beside large tensors; parts of it wait for the device."""
+        """Return the small state, common to all ranks and of this rank; reading parts of it waits for the device."""
         common = {
             "schedule": self.schedule.state_dict(),
             "precision": self.precision.state_dict(),
@@ -144,7 +144,7 @@ class TrainingState:
         return common, self._own_state() if self._own_at_cut is None else self._own_at_cut
 
     def _own_state(self) -> dict[str, Any]:
-        """This rank's part of what is no tensor of the model or optimizer."""
+        """Return this rank's state other than model and optimizer tensors."""
         return {
             "random": self._random_state(with_workers=self.epoch_random is None),
             "epoch_random": self.epoch_random,
@@ -154,7 +154,7 @@ class TrainingState:
         }
 
     def _own_copies(self) -> dict[str, Any]:
-        """Model and optimizer of this rank, where each has its own."""
+        """Return copies of this rank's model, loss and optimizer if every rank has its own."""
         if not self.strategy.keeps_own_copy:
             return {}
         return {
@@ -164,10 +164,10 @@ class TrainingState:
         }
 
     def restore(self, saved: SavedState, where: str) -> list[str]:
-        """Continue from a checkpoint, reading what this rank needs of it; returns what the user should know about it.
+        """Continue from a checkpoint, reading only what this rank needs; return notes for the user.
 
         Raises:
-            CheckpointError: The checkpoint is of another model or optimizer.
+            CheckpointError: If the checkpoint belongs to another model or optimizer.
         """
         shared = saved.shared
         check_same_model(shared["model"], self.model, where)
@@ -180,13 +180,15 @@ class TrainingState:
         return [*notes, *self._restore_ranks(saved.ranks)]
 
     def load_values(self, shared: dict[str, Any], where: str, *, optimizer: bool = True) -> list[str]:
-        """Give model, loss, optimizer and averages the values of a checkpoint; returns what the user should know.
+        """Load a checkpoint's values into model, loss, optimizer and averages; return notes for the user.
 
         Args:
-            optimizer: Whether the optimizer gets its own.
+            shared: The checkpoint's state that is common to all ranks.
+            where: Names the checkpoint in messages.
+            optimizer: Whether to load the optimizer (and averages) too.
 
         Raises:
-            CheckpointError: The checkpoint is of another loss or optimizer.
+            CheckpointError: If the checkpoint belongs to another loss or optimizer.
         """
         self.strategy.load_model_state(self.model, shared["model"])
         notes = self._load_loss(shared.get("loss"), where)
@@ -199,7 +201,7 @@ class TrainingState:
             self.strategy.load_optimizer_state(self.model, self.optimizer, shared["optimizer"])
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{where} is of another optimizer: {error}") from None
-        # torch takes the settings of any optimizer, and fails in the next step.
+        # torch accepts the settings of any optimizer and fails only in the next step.
         lacking = [name for name in needed for group in self.optimizer.param_groups if name not in group]
         if lacking:
             raise CheckpointError(f"{where} is of another optimizer: its groups have no {lacking[0]}")
@@ -214,7 +216,7 @@ class TrainingState:
             raise CheckpointError(f"{where} is of another model: {error}") from None
 
     def _follow(self, saved: Any, optimizer: dict[str, Any]) -> list[str]:
-        """Freeze, unfreeze and add to the optimizer what the saved run did, if this one began like it."""
+        """Repeat the saved run's freezing, unfreezing and added groups, if this run began like it."""
         if saved is None or saved["began"] != self._trained():
             return []
         self._began = saved["began"]
@@ -226,7 +228,7 @@ class TrainingState:
         for group in optimizer["param_groups"][len(given.param_groups) :]:
             given.add_param_group({**loaded(group), "params": [named[name] for name in group["params"]]})
         self.strategy.adopt_groups(self.optimizer)
-        return ["parameters are frozen or not as they were when the run stopped, not as when it began"]
+        return ["parameters are frozen as they were when the run stopped, not as when it began"]
 
     def _load_loss(self, saved: Any, where: str) -> list[str]:
         beside = self.strategy.beside
@@ -247,14 +249,14 @@ class TrainingState:
         return {**state, "workers": self.workers.capture()} if with_workers else state
 
     def _restore_random(self, state: dict[str, Any]) -> list[str]:
-        """Set what a state holds, which need not be all; returns what the user should know."""
+        """Restore the random states that are present; return notes for the user."""
         if "torch" in state:
             restore_random_state(state, self.strategy.device)
         missing = self.held.restore(state["held"]) if "held" in state else []
-        return [f"{name} is not there any more: what it drew at random is not continued" for name in missing]
+        return [f"{name} no longer exists: its random numbers are not continued" for name in missing]
 
     def _restore_epoch(self, now: dict[str, Any], epoch_start: dict[str, Any] | None) -> list[str]:
-        """Set what the running epoch began with, so that its loader can be read again; without one, what comes next."""
+        """Restore the random state of the epoch's start, to read its loader again; between epochs, the current one."""
         self._resumed_random = None if epoch_start is None else now
         begin = now if epoch_start is None else epoch_start
         self.workers.restore(begin.get("workers"))
@@ -272,7 +274,7 @@ class TrainingState:
             self.place.restore(own.get("loader"))
             notes = self._restore_epoch(own["random"], own["epoch_random"])
             return [*notes, *self.strategy.load_rank_state(own.get("strategy"), world_size)]
-        # The sums of the running epoch are only ever added up, so one rank may hold them all.
+        # The running epoch's sums are only ever summed over ranks, so one rank may hold them all.
         self.progress.loss_sum = sum(item["loss_sum"] for item in ranks) if rank == 0 else 0.0
         self.progress.count_sum = sum(item["count_sum"] for item in ranks) if rank == 0 else 0.0
         seed_everything(self.seed, rank + self.strategy.world_size * (self.progress.step + 1))
@@ -281,19 +283,19 @@ class TrainingState:
         return [
             *notes,
             f"resumed with {self.strategy.world_size} processes instead of {world_size}: the order of samples "
-            "goes on, random numbers (dropout) start anew",
+            "continues, random numbers (dropout) start over",
             *self.strategy.load_rank_state(ranks[0].get("strategy"), world_size),
         ]
 
     def continue_random_numbers(self) -> None:
-        """Call when the loader of an epoch has been made: from here on a resumed run draws what was left to draw."""
+        """Call after an epoch's loader is created: from here a resumed run continues its random numbers."""
         if self._resumed_random is not None:
             self._restore_random(self._resumed_random)
             self._resumed_random = None
 
 
 def _held_only(state: dict[str, Any]) -> dict[str, Any]:
-    """Of another process's random state only what its loaders hold, which is the same in all processes."""
+    """Keep only the loaders' part of a rank's random state, which is the same in all processes."""
     return {"held": state["held"]} if "held" in state else {}
 
 

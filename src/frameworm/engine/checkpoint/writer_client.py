@@ -1,4 +1,4 @@
-"""Whoever writes checkpoints, seen from training: a process of its own, or this one."""
+"""The training's interface to the checkpoint writer: a separate process, or this one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from frameworm.engine.checkpoint.rank_writer import ShareWriter
+from frameworm.engine.checkpoint.rank_writer import ShardWriter
 from frameworm.engine.checkpoint.writer_process import perform
 from frameworm.errors import CheckpointError
 
-# Signals first: what stops training must not end the writer, not even while it starts.
+# Signals first: a signal that stops training must not end the writer, not even while it starts.
 _PROGRAM = """
 import signal, sys
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -29,15 +29,15 @@ _END_S = 5.0
 
 
 def start_process(module: str, *arguments: object, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """Start `main` of a module in a process of its own, which takes orders from a pipe and answers on another.
+    """Start a module's `main` in a separate process that reads orders from one pipe and answers on another.
 
     Raises:
-        OSError: It cannot be started; also ValueError and TypeError.
+        OSError: If it cannot be started; also ValueError and TypeError.
     """
     program = _PROGRAM.format(
         path=sys.path, module=module, arguments=", ".join(map(repr, arguments)), parent=os.getpid()
     )
-    # Isolated and without site-packages' start-up files: it imports only what is in sys.path above, at once.
+    # Isolated and without site-packages' startup files, so it starts at once and imports only from sys.path above.
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", program],
         stdin=subprocess.PIPE,
@@ -48,11 +48,11 @@ def start_process(module: str, *arguments: object, pass_fds: Sequence[int] = ())
 
 
 class WriterGoneError(Exception):
-    """The writing process is not there (any more)."""
+    """The writer process did not start or has died."""
 
 
 class SharedMemory:
-    """Memory that another process can read: it has no name, and is gone when both are."""
+    """Memory that another process can read; it has no name and is freed when both processes have ended."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("frameworm-checkpoint", os.MFD_CLOEXEC)
@@ -61,7 +61,7 @@ class SharedMemory:
         self._filled: set[tuple[int, int]] = set()
 
     def grow(self, size_bytes: int) -> bool:
-        """At least so large; what was in it is there still. True where it had to be mapped anew."""
+        """Grow to at least `size_bytes`, keeping the content; return True if it had to be mapped again."""
         if size_bytes <= self.size_bytes:
             return False
         page = mmap.PAGESIZE
@@ -71,17 +71,17 @@ class SharedMemory:
         return True
 
     def fill(self, place: int, size_bytes: int) -> None:
-        """Have real memory behind a stretch of it.
+        """Allocate physical memory for a range.
 
         Raises:
-            OSError: There is not enough; without this call a write to it would end the process.
+            OSError: If there is not enough memory; without this call, writing to it would kill the process.
         """
         if size_bytes and (place, size_bytes) not in self._filled:
             os.posix_fallocate(self.descriptor, place, size_bytes)
             self._filled.add((place, size_bytes))
 
     def close(self) -> None:
-        """Give it back; what is still mapped goes with its last user."""
+        """Release it; mappings still in use last until their last user is done."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -89,19 +89,19 @@ class SharedMemory:
 
 
 class HereWriter:
-    """Writes in this process."""
+    """Executes write orders in this process."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
-        self._share_writer = ShareWriter()
+        self._share_writer = ShardWriter()
 
     def perform(self, order: dict[str, Any], taken: Callable[[], None]) -> dict[str, Any]:
-        """Do it, and say what came of it."""
+        """Execute an order and return the result."""
         return perform(order, self._memory.descriptor, self._share_writer, taken)
 
 
 class ProcessWriter:
-    """Has a process of its own write."""
+    """Executes write orders in a separate process."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
@@ -109,10 +109,10 @@ class ProcessWriter:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it; it gets ready by itself.
+        """Start the process without waiting until it is ready.
 
         Raises:
-            WriterGoneError: It cannot be started.
+            WriterGoneError: If it cannot be started.
         """
         memory = self._memory.descriptor
         try:
@@ -121,10 +121,10 @@ class ProcessWriter:
             raise WriterGoneError(f"cannot be started: {error}") from None
 
     def perform(self, order: dict[str, Any], taken: Callable[[], None]) -> dict[str, Any]:
-        """Hand over an order and wait for the answer.
+        """Send an order and wait for the answer.
 
         Raises:
-            WriterGoneError: It is not there (any more).
+            WriterGoneError: If the process cannot be started or has died.
         """
         if self._closed:
             raise WriterGoneError("has been ended")
@@ -163,11 +163,11 @@ class ProcessWriter:
 
     @property
     def process_id(self) -> int | None:
-        """Of the process, once it has been started."""
+        """ID of the process, once it has been started."""
         return None if self._process is None else self._process.pid
 
     def close(self) -> None:
-        """End it; it has nothing to do, or will not get it done."""
+        """End the process, which is idle or will not finish in time."""
         self._closed = True
         process, self._process = self._process, None
         if process is None:
@@ -175,7 +175,7 @@ class ProcessWriter:
         assert process.stdin is not None
         assert process.stdout is not None
         with suppress(OSError, ValueError):
-            process.stdin.write(b"{}\n")  # somebody who was forked meanwhile may hold the pipe open
+            process.stdin.write(b"{}\n")  # a process forked meanwhile may hold the pipe open
         process.stdin.close()
         for _ in range(2):
             try:
@@ -184,16 +184,16 @@ class ProcessWriter:
                 return
             except subprocess.TimeoutExpired:
                 process.kill()
-        process.returncode = -9  # in the middle of a call to a storage that hangs: nobody can wait for it
+        process.returncode = -9  # stuck in a call to storage that hangs, so it cannot be waited for
 
 
 class Writer:
-    """Has checkpoints written by a process beside training, and by this one where that is not there.
+    """Writes checkpoints in a separate process, and falls back to this one if that has died.
 
     Args:
-        memory: Where the tensors are.
-        beside: Use a process of its own, started when it is first needed.
-        say: Told when that process is gone.
+        memory: Holds the tensors.
+        beside: Whether to use a separate process, started when it is first needed.
+        say: Called with a message when that process has died.
     """
 
     def __init__(self, memory: SharedMemory, *, beside: bool, say: Callable[[str], None]) -> None:
@@ -203,24 +203,24 @@ class Writer:
         self._closed = False
 
     def start(self) -> None:
-        """Start the process, if there is to be one; where it cannot be started, `perform` finds out."""
+        """Start the separate process, if wanted; if that fails, `perform` handles it."""
         if self._process is not None and self._process.process_id is None:
             with suppress(WriterGoneError):
                 self._process.start()
 
     def stay_here(self) -> None:
-        """Start no process, if none has been started."""
+        """Write in this process; only allowed before a process has been started."""
         assert self.process_id is None
         self._process = None
 
     @property
     def beside(self) -> bool:
-        """Whether training need not wait."""
+        """Whether a separate process writes, so that training need not wait."""
         return self._process is not None
 
     @property
     def process_id(self) -> int | None:
-        """Of the writing process, if it runs."""
+        """ID of the writer process, if it runs."""
         return None if self._process is None else self._process.process_id
 
     def perform(
@@ -229,15 +229,15 @@ class Writer:
         taken: Callable[[], None] = lambda: None,
         may_repeat: Callable[[], bool] = lambda: True,
     ) -> dict[str, Any]:
-        """Have it done and return the answer; where the process has died, do it here, from now on.
+        """Execute an order and return the answer; if the process has died, execute in this one from now on.
 
         Args:
-            order: What to do.
+            order: The order.
             taken: Called when the memory is no longer needed.
-            may_repeat: Whether the memory still holds what the order is about.
+            may_repeat: Whether the memory still holds the data to write.
 
         Raises:
-            CheckpointError: It was not done.
+            CheckpointError: If the order could not be executed.
         """
         if self._process is not None:
             try:

@@ -1,7 +1,7 @@
-"""The process that writes checkpoints: it takes orders from a pipe, reads tensors from shared memory, and answers.
+"""The process that writes checkpoints: it reads orders from a pipe and tensors from shared memory, and answers.
 
-It is started afresh, never forked: what its parent holds (CUDA, threads, locks) is not in it. It imports no torch. It
-ends when its parent does, in the middle of a write if need be, so that it cannot disturb whoever goes on with the run.
+It is spawned, never forked, so it inherits nothing from its parent (CUDA, threads, locks). It imports no torch. It ends
+when its parent does, even in the middle of a write, so that it cannot disturb a process that resumes the run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 from typing import Any
 
 from frameworm.engine.checkpoint.commit import CommitOrder, commit
-from frameworm.engine.checkpoint.rank_writer import ShareWriter, WriteOrder
+from frameworm.engine.checkpoint.rank_writer import ShardWriter, WriteOrder
 from frameworm.errors import CheckpointError
 
 _LOOK_S = 0.1
@@ -24,26 +24,26 @@ _NICENESS = 5  # training goes first
 
 
 def main(memory: int, parent: int) -> None:
-    """Serve orders until an empty one comes, or the pipe is closed.
+    """Execute orders until an empty one arrives or the pipe is closed.
 
     Args:
         memory: Descriptor of the shared memory.
-        parent: Whose orders they are.
+        parent: Process ID of the training process.
     """
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever prints must not get in between the answers
+    os.dup2(2, 1)  # printed output must not mix with the answers
     orders: queue.Queue[bytes] = queue.Queue()
     threading.Thread(target=listen, args=(orders, parent), daemon=True).start()
-    share_writer = ShareWriter()
-    while order := json.loads(orders.get()):  # an empty one is the last
+    share_writer = ShardWriter()
+    while order := json.loads(orders.get()):  # an empty order ends the process
         answer(answers, perform(order, memory, share_writer, lambda: answer(answers, {"taken": 1})))
-    os._exit(0)  # the listening thread need not be waited for
+    os._exit(0)  # without waiting for the listening thread
 
 
-def perform(order: dict[str, Any], memory: int, share_writer: ShareWriter, taken: Any) -> dict[str, Any]:
-    """Do one thing, and say what came of it."""
+def perform(order: dict[str, Any], memory: int, share_writer: ShardWriter, taken: Any) -> dict[str, Any]:
+    """Execute one order and return the result."""
     try:
         if "commit" in order:
             return {"name": commit(CommitOrder.from_json(order["commit"]))}
@@ -52,15 +52,15 @@ def perform(order: dict[str, Any], memory: int, share_writer: ShareWriter, taken
         try:
             file, notes = share_writer.write(writing, memoryview(mapped), taken)
         finally:
-            with contextlib.suppress(BufferError):  # an error's frames may hold on to it
+            with contextlib.suppress(BufferError):  # an error's frames may still reference it
                 mapped.close()
         return {"file": file.to_json(), "notes": notes}
-    except Exception as error:  # whatever it is, training goes on and must hear of it
+    except Exception as error:  # whatever the error, report it to training, which continues
         return {"problem": in_words(error)}
 
 
 def in_words(error: BaseException) -> str:
-    """What went wrong, for the user."""
+    """Describe an error for the user."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     known = isinstance(error, (CheckpointError, TimeoutError))
@@ -68,7 +68,7 @@ def in_words(error: BaseException) -> str:
 
 
 def listen(orders: queue.Queue[bytes], parent: int) -> None:
-    """Take orders; end with the parent, even where another of its children still holds the pipe open."""
+    """Queue orders; exit with the parent, even if another child of it still holds the pipe open."""
     unread = b""
     while True:
         if os.getppid() != parent:

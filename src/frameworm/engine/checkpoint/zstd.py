@@ -1,4 +1,4 @@
-"""zstd, if it is there."""
+"""zstd compression from Python's standard library or the `zstandard` package."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 from frameworm.errors import MissingPackageError
 
-_LEVEL = 1  # weights hardly get smaller with more effort
+_LEVEL = 1  # higher levels hardly make weights any smaller
 
 
 def zstd_functions() -> tuple[Callable[[bytes], bytes], Callable[[bytes, int], bytes]]:
-    """How to compress, and how to decompress to a known size.
+    """Return functions to compress, and to decompress to a known size.
 
     Raises:
-        MissingPackageError: There is no zstd here.
+        MissingPackageError: If no zstd package is installed.
     """
     try:
         native = importlib.import_module("compression.zstd")  # Python 3.14 and later
@@ -32,7 +32,7 @@ def zstd_functions() -> tuple[Callable[[bytes], bytes], Callable[[bytes, int], b
         raise MissingPackageError(
             "checkpoint.compression needs zstd, which is not installed: pip install 'frameworm[zstd]', or set it to off"
         ) from None
-    own = threading.local()  # a compressor is for one thread at a time
+    own = threading.local()  # a compressor is not thread-safe
 
     def compress(content: bytes) -> bytes:
         if not hasattr(own, "compressor"):
@@ -41,7 +41,7 @@ def zstd_functions() -> tuple[Callable[[bytes], bytes], Callable[[bytes, int], b
         return done
 
     def decompress(content: bytes, size: int) -> bytes:
-        # A frame may claim any size; no more is made of it than was asked for.
+        # A frame may claim any size; read no more than was asked for.
         with package.ZstdDecompressor().stream_reader(content) as reader:
             done: bytes = reader.read(size)
         return done

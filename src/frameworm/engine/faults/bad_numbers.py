@@ -1,7 +1,7 @@
-"""Losses and gradients that are not finite: counted, and after too many in a row the training stops and says where.
+"""Count steps with non-finite losses or gradients; after too many in a row, stop training and say where.
 
-A step with bad gradients is left out by the update. What is seen here is what became known of each step, some steps
-later on a GPU; nobody waits for it.
+The update skips a step with bad gradients. On a GPU, results are seen here some steps late, so that nothing waits for
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from frameworm.records.schema import json_ready
 
 log = logging.getLogger("frameworm")
 
-# A loss scale that is far too large at first is halved this often without anything being wrong.
+# An initial loss scale that is far too large may be halved this often although nothing is wrong.
 SCALER_STEPS = 20
 WAIT_S = 5.0
 MOST_NAMED = 10
@@ -35,12 +35,15 @@ class BadNumbers:
     """Counts bad steps.
 
     Args:
-        limit: How many in a row end the training; None: never.
+        limit: How many in a row stop the training; None for no limit.
         update: Knows which gradients were bad.
-        parameters: By name.
-        sample_ids: The samples in a step of the running epoch, by micro-batch; None where nobody knows.
-        store: Shared by the ranks, to tell each other whose loss it was; None with one process.
-        folder: Where the account of the stop is written; None: nowhere.
+        parameters: Names and parameters of the model.
+        sample_ids: Returns the samples of a step of the running epoch per micro-batch; None if unknown.
+        rank: This process's rank.
+        world_size: Number of ranks.
+        store: Shared by the ranks, to find out whose loss was bad; None with one process.
+        folder: Where the report on the stop is written; None for no report.
+        scaled: Whether gradients are scaled, which allows for more bad steps.
     """
 
     def __init__(
@@ -71,14 +74,18 @@ class BadNumbers:
     def see(
         self, step: int, step_in_epoch: int, epoch: int, loss: float | None, skipped: bool, norm: float | None
     ) -> None:
-        """Take in one step, in order.
+        """Process one step; steps must come in order.
 
         Args:
-            step_in_epoch: From 0.
-            epoch: From 1.
+            step: Number of the step in the run.
+            step_in_epoch: Counted from 0.
+            epoch: Counted from 1.
+            loss: Loss of the step on this rank, if known.
+            skipped: Whether the update was skipped.
+            norm: Norm of the gradients, if known.
 
         Raises:
-            BadNumbersError: It was one too many.
+            BadNumbersError: If this step exceeds the limit.
         """
         bad_loss = loss is not None and not isfinite(loss)
         if not (bad_loss or skipped):
@@ -92,7 +99,7 @@ class BadNumbers:
             return
         if self._in_a_row == 1 and self._rank == 0:
             what = f"the loss is {loss}" if bad_loss else "gradients are not finite"
-            log.warning("step %d: %s%s", step, what, "; the update was left out" if skipped else "")
+            log.warning("step %d: %s%s", step, what, "; the update was skipped" if skipped else "")
         self._update.look = True
         allowed = self._limit if self._bad_losses or not self._scaled else self._limit + SCALER_STEPS
         if self._in_a_row >= allowed:
@@ -131,7 +138,7 @@ class BadNumbers:
         )
 
     def _bad_parameters(self) -> list[str] | None:
-        """Names of the parameters whose gradients were bad in the last step; None where that was not looked at."""
+        """Names of the parameters whose gradients were bad in the last step; None if that was not checked."""
         finite, judged = self._update.finite, self._update.judged
         if finite is None or len(finite) != len(judged):
             return None
@@ -143,7 +150,7 @@ class BadNumbers:
         if self._store is None:
             return [self._rank] if bad else []
         found = {self._rank: bad}
-        with suppress(Exception):  # a store that is gone has nothing to say
+        with suppress(Exception):  # the store may be gone
             self._store.set(f"bad-{self._rank}", "1" if bad else "0")
             deadline = time.monotonic() + WAIT_S
             while len(found) < self._world_size and time.monotonic() < deadline:

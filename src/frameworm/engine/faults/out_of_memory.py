@@ -1,7 +1,7 @@
-"""When a step runs out of memory: where it was, what held it, and what would fit.
+"""When a step runs out of memory: where it happened, what held the memory, and what would fit.
 
-The words are put together while the rest of the process is in trouble: whatever fails here is left out, and nothing
-takes long, for the other ranks wait.
+The message is built while the process is in trouble: parts that fail are left out, and nothing takes long, because the
+other ranks are waiting.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from frameworm.observe.clocks.phases import BACKWARD, CHECKPOINT, DATA_WAIT, FOR
 from frameworm.parallel.strategy import Strategy
 from frameworm.records.schema import Batch
 
-# Together with a worker's way out this stays well below the 30 s in which all ranks must have ended.
+# Together with a worker's shutdown this stays well below the 30 s within which all ranks must have ended.
 ADVICE_WITHIN_S = 12.0
 _MOST_ADVICE = 3
-# A plan said that it would fit, and it did not: what is proposed must take less than that by this much.
+# The plan said that the step would fit, and it did not: advice must stay below this fraction of that plan.
 _MARGIN = 0.95
 _SHARES = (1.0, 0.8, 0.6)
 _TOLD = "out_of_memory"
@@ -47,12 +47,12 @@ _ADVICE = "out_of_memory_advice"
 _HOST_SIGNS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 _DEVICE_SIGNS = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
-# From the phase that failed to the settings that would fit, cheapest first.
+# Maps the phase that failed to settings that would fit, cheapest first.
 Advise = Callable[[str | None], list[str]]
 
 
 def memory_that_ran_out(error: BaseException) -> str | None:
-    """`GPU memory` or `host memory` for an error that says that no more could be had; None for any other."""
+    """Return `GPU memory` or `host memory` for an out-of-memory error; None for any other error."""
     if isinstance(error, torch.OutOfMemoryError):
         return "GPU memory"
     if isinstance(error, MemoryError):
@@ -76,7 +76,7 @@ class Place:
     samples: int | None = None
 
     def in_words(self) -> str:
-        """For a sentence; empty where nothing is known."""
+        """Format for use in a sentence; empty if nothing is known."""
         words = [] if self.phase is None else [self.phase]
         if self.micro_batch is not None:
             words.append(f"micro-batch {self.micro_batch + 1} of {self.micro_batches}")
@@ -86,7 +86,7 @@ class Place:
 
 
 def place_of(error: BaseException) -> Place:
-    """Read off the traceback, so that steps that go well pay nothing for it."""
+    """Find where a step failed from the traceback, so that successful steps pay nothing for it."""
     phase, index, count, samples = None, None, None, None
     trace = error.__traceback__
     while trace is not None:
@@ -116,16 +116,15 @@ _PHASES = {
 
 
 class Explainer:
-    """A context around training: an error for want of memory becomes one that says what to do about it.
+    """Context around training that turns an out-of-memory error into one that says what to do about it.
 
-    A rank that runs out tells the others by the store before it does anything else; they see the connection break and
-    can then name the cause.
+    A rank that runs out first tells the others through the store; they see the connection break and can name the cause.
 
     Args:
         state: Holds model, optimizer and progress.
         config: The settings in force.
-        batch: The batch words of the run.
-        advise: The cheapest settings that fit; None where the config does not describe the model.
+        batch: The run's batch sizes.
+        advise: Returns the cheapest settings that fit; None if the config does not describe the model.
         store: Shared by the ranks; None with one process.
     """
 
@@ -140,7 +139,7 @@ class Explainer:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Around everything that may run out."""
+        """Wrap everything that may run out of memory."""
         try:
             yield
         except Exception as error:
@@ -153,7 +152,7 @@ class Explainer:
             raise TrainingFailedError(f"{cause}; this rank ({self._state.strategy.rank}) ended with it") from error
 
     def _told(self) -> str | None:
-        """What another rank has said of its end."""
+        """Return another rank's message about running out, if any."""
         if self._store is not None:
             with contextlib.suppress(Exception):
                 if self._store.check([_TOLD]):
@@ -185,13 +184,13 @@ class Explainer:
                 advice = general_advice(self._state.model, self._config, self._batch, strategy, place.phase)
                 lines += ["what takes less (not planned for this model), cheapest first:", *_numbered(advice)]
         if self._config.memory.on_oom == "stop" and place.phase in (FORWARD, BACKWARD):
-            lines.append("memory.on_oom: halve_micro_batch goes on by itself, with the same global batch")
+            lines.append("memory.on_oom: halve_micro_batch continues by itself, with the same global batch")
         return OutOfMemoryError(
             "\n".join(lines), rank=strategy.rank, step=step, phase=place.phase, held=held, advice=advice
         )
 
     def _advice(self, phase: str | None) -> list[str]:
-        """Planned once for all ranks: where all run out at the same moment, the first plans and the others wait."""
+        """Plan once for all ranks: if all run out at the same time, the first plans and the others wait."""
         if self._advise is None:
             return []
         if self._store is None:
@@ -208,18 +207,18 @@ class Explainer:
 
 
 def planned_advice(config: Config, world_size: int, phase: str | None) -> list[str]:
-    """The cheapest settings that fit a resolved config's own device, with what they need and cost."""
+    """Describe the cheapest settings that fit a resolved config's own device, with their memory and cost."""
     if phase == VALIDATION and isinstance(config.data.eval_batch, int) and config.data.eval_batch > 1:
         return [f"batches of half the size in validation (--set data.eval_batch={config.data.eval_batch // 2})"]
     planner = MemoryPlanner(config, world_size, validation=False)
     plan = planner.plan()
     memory_bytes = detect_memory(planner.device)[0]
-    # It did not fit, whatever the plan says: whoever else took memory is not in it.
+    # It did not fit, whatever the plan says: the plan does not know about memory that others used.
     wanted = int(plan.total * _MARGIN)
     most = max(int(wanted / planner.memory_fraction), wanted + plan.context)
     memory_bytes = most if memory_bytes is None else min(memory_bytes, most)
     found: dict[str, str] = {}
-    for share in _SHARES:  # where there are few kinds of change, stronger ones of the same kind
+    for share in _SHARES:  # if there are few kinds of change, add stronger ones of the same kind
         for change in planner.changes(int(memory_bytes * share), _MOST_ADVICE):
             settings = " ".join(f"--set {item}" for item in change.overrides)
             need = f"{mebibytes(change.plan.total)} instead of {mebibytes(plan.total)}"
@@ -230,7 +229,7 @@ def planned_advice(config: Config, world_size: int, phase: str | None) -> list[s
 
 
 def general_advice(model: nn.Module, config: Config, batch: Batch, strategy: Strategy, phase: str | None) -> list[str]:
-    """What takes less memory where no plan can be made; nothing that is in force already."""
+    """Advice for models without a memory plan, excluding settings already in use."""
     if phase == VALIDATION:
         return ["smaller batches in the validation loader"]
     advice: list[str] = []
@@ -250,7 +249,7 @@ def general_advice(model: nn.Module, config: Config, batch: Batch, strategy: Str
 
 
 def _within(advise: Advise, phase: str | None, limit_s: float) -> list[str]:
-    """The advice if it comes in time; the thread is left to itself otherwise, for the process is about to end."""
+    """Return the advice if it is ready in time; otherwise abandon the thread, as the process is about to end."""
     found: list[str] = []
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""A loss that jumps up and stays up: noticed on all ranks at the same step, and undone if the config says so."""
+"""Detect a loss that jumps up and stays up, on all ranks at the same step, and roll back if the config says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from frameworm.parallel.shards import loaded
 
 log = logging.getLogger("frameworm")
 
-LOOK_EVERY = 16  # steps; to look is to wait for the device once, and for the other ranks
+LOOK_EVERY = 16  # steps; each check waits once for the device and the other ranks
 HISTORY = 128
 FEWEST = 32
 DEVIATIONS = 8.0
@@ -26,11 +26,11 @@ MOST_ROLLBACKS = 3
 
 
 def spike_begins(history: list[float], recent: list[float]) -> int | None:
-    """The place in `recent` from which on the loss is far above what it was, for at least `IN_A_ROW` steps.
+    """Index in `recent` where the loss rises far above its history for at least `IN_A_ROW` steps, if it does.
 
     Args:
-        history: Losses before, of ordinary steps.
-        recent: The losses since, in order; not finite is far above.
+        history: Losses of earlier, ordinary steps.
+        recent: The losses since then, in order; a non-finite loss counts as far above.
     """
     if len(history) < FEWEST:
         return None
@@ -46,12 +46,12 @@ def spike_begins(history: list[float], recent: list[float]) -> int | None:
 
 
 class SpikeWatch:
-    """Collects the losses of this rank and judges those of all ranks together, every few steps.
+    """Collects this rank's losses and checks those of all ranks together every few steps.
 
     Args:
-        sum_over_ranks: Adds numbers up over the ranks.
-        roll_back: Puts the model of the newest checkpoint back and tells its step, None where there is none; None: to
-            say so is enough.
+        sum_over_ranks: Sums numbers over the ranks.
+        roll_back: Restores the model of the newest checkpoint and returns its step, or None if there is none. If not
+            given, spikes are only reported.
     """
 
     def __init__(
@@ -63,25 +63,25 @@ class SpikeWatch:
         self._roll_back = roll_back
         self._waiting: list[tuple[int, float, float]] = []
         self._history: deque[float] = deque(maxlen=HISTORY)
-        self._open: list[tuple[int, float]] = []  # the last steps, which may turn out to begin a spike
+        self._open: list[tuple[int, float]] = []  # recent steps that may be the start of a spike
         self._rollbacks = 0
         self._told_at = 0
         self.notes: list[str] = []
 
     def add(self, step: int, loss: float | None, count: float | None) -> None:
-        """Take in one step of this rank."""
+        """Add one step of this rank."""
         weight = count or 0.0
         self._waiting.append((step, 0.0 if loss is None else loss * weight, weight))
 
     def due(self, step: int) -> bool:
-        """Whether to look after this step; the same on all ranks."""
+        """Whether to check after this step; the same on all ranks."""
         return step % LOOK_EVERY == 0
 
     def look(self) -> None:
-        """Judge the steps since the last look. All ranks must call it at the same step, with all steps delivered.
+        """Check the steps since the last check. All ranks must call it at the same step, after adding all steps.
 
         Raises:
-            BadNumbersError: The loss has jumped once more after several rollbacks.
+            BadNumbersError: If the loss jumps again after the last allowed rollback.
         """
         waiting, self._waiting = self._waiting, []
         if not waiting:
@@ -92,7 +92,7 @@ class SpikeWatch:
         losses = [loss for _, loss in self._open]
         place = spike_begins(list(self._history), losses)
         if place is None:
-            # The last few may be the beginning of one.
+            # The last few may be the start of one.
             self._history.extend(value for value in losses[: -IN_A_ROW + 1] if isfinite(value))
             self._open = self._open[-IN_A_ROW + 1 :]
             return
@@ -118,7 +118,7 @@ class SpikeWatch:
             self._note(f"{text}; there is no checkpoint to go back to")
             return
         self._rollbacks += 1
-        self._note(f"{text}; the model is that of step {saved} again, and training goes on with the next samples")
+        self._note(f"{text}; the model is that of step {saved} again, and training continues with the next samples")
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
@@ -131,7 +131,7 @@ def make_spikes(
     state: TrainingState,
     store: CheckpointStore | None,
 ) -> SpikeWatch | None:
-    """The watch that a config asks for."""
+    """Create the spike watch that a config asks for."""
     if on_spike == "off":
         return None
 
@@ -146,7 +146,7 @@ def make_spikes(
 
 
 def put_back(state: TrainingState, saved: SavedState, where: str) -> int:
-    """Give the model and its optimizer the values of a checkpoint; where the run stands is left alone.
+    """Load a checkpoint's values into the model and its optimizer, but keep the run's position.
 
     Returns:
         The step of the checkpoint.

@@ -1,8 +1,8 @@
-"""`memory.on_oom: halve_micro_batch`: a step that does not fit is done again in smaller pieces.
+"""`memory.on_oom: halve_micro_batch`: repeat a step that does not fit in smaller pieces.
 
-The loaded micro-batches stay as they are and are cut along their first dimension: the same samples, the same global
-batch, and gradients weighed by count as for any accumulation. With several ranks nobody may wait for a rank that has
-run out, so every rank computes its gradients alone; then all say how it went, and only if it went well do they meet.
+The loaded micro-batches are cut along their first dimension: same samples, same global batch, gradients weighted by
+count as for any accumulation. No rank may wait for one that has run out of memory, so every rank computes its gradients
+alone; then all ranks exchange the outcome, and average gradients only if all succeeded.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class CannotDivideError(Exception):
 
 
 class _OtherRankFailedError(Exception):
-    """This rank's gradients are fine, another one's are not; the message says whose."""
+    """This rank's gradients are fine, but another rank's are not; the message says whose."""
 
 
-class Halving:
-    """Computes the gradients of steps, in as many pieces as memory asks for.
+class BatchSplitter:
+    """Computes the gradients of steps in as many pieces as memory requires.
 
     Args:
-        strategy: Ranks whose gradients are averaged agree on every step.
-        batch: The batch words of the run; micro-batch and accumulation follow what happens.
-        progress: Where the run stands.
+        strategy: If it averages gradients over ranks, the ranks agree on every step.
+        batch: The run's batch sizes; micro-batch and accumulation are updated when it splits further.
+        progress: The run's position.
     """
 
     def __init__(self, strategy: Strategy, batch: Batch, progress: Progress) -> None:
@@ -60,7 +60,7 @@ class Halving:
         self.notes: list[str] = []
 
     def gradients(self, step: TrainStep, batch: StepBatch) -> tuple[StepResult, torch.Tensor | None]:
-        """As `TrainStep.gradients`; again and in smaller pieces when a rank runs out of memory."""
+        """Like `TrainStep.gradients`, but retried in smaller pieces when a rank runs out of memory."""
         while True:
             divided = batch if self.pieces == 1 else divide(batch, self.pieces)
             self._has_met = False
@@ -75,12 +75,12 @@ class Halving:
                 failure = f"rank {self._strategy.rank} ran out of {kind}{place_of(error).in_words()}"
                 impossible = _largest(batch, self.pieces) <= 1 or not _can_divide(batch)
                 if not impossible:
-                    traceback.clear_frames(error.__traceback__)  # what they hold is needed to tell the others
+                    traceback.clear_frames(error.__traceback__)  # their memory is needed to tell the others
                 if self._agrees:
                     impossible = bool(self._say(step, failed=True, impossible=impossible)[1])
                 if impossible:
                     raise
-            # Out here the error is gone, and with it all that its frames held.
+            # Outside the except block the error is gone, and with it everything that its frames held.
             step.update.clear()
             gc.collect()
             if self._strategy.device.type == "cuda":
@@ -95,7 +95,7 @@ class Halving:
             batch.micro = -(-self._micro // self.pieces)
         size = "half the micro-batch" if batch.micro is None else f"micro-batch {batch.micro}"
         text = (
-            f"{failure} in step {self._progress.step + 1}: it was done again, and training went on, with {size} and "
+            f"{failure} in step {self._progress.step + 1}: it was done again, and training continued, with {size} and "
             f"accumulation {batch.accumulation}; the global batch is the same"
         )
         self.notes.append(text)
@@ -104,7 +104,7 @@ class Halving:
     def _say(
         self, step: TrainStep, *, failed: bool, impossible: bool = False
     ) -> tuple[list[int], list[int], list[float]]:
-        """Tell the other ranks how it went: who failed, for whom that is the end, how many have each gradient."""
+        """Exchange the outcome: which ranks failed, which cannot split further, how many have each gradient."""
         world_size, rank = self._strategy.world_size, self._strategy.rank
         parameters = [item for item in step.model.parameters() if item.requires_grad]
         present = [float(item.grad is not None) for item in parameters]
@@ -116,7 +116,7 @@ class Halving:
         return failures, ends, sums[2 * world_size :]
 
     def _meet(self, step: TrainStep) -> None:
-        """All gradients of this rank are there: agree, and average them over the ranks."""
+        """Agree on the outcome once this rank's gradients are ready, and average them over the ranks."""
         failures, ends, present = self._say(step, failed=False)
         if ends:
             text = f"rank {ends[0]} ran out of memory, and its micro-batch cannot be halved any further"
@@ -127,7 +127,7 @@ class Halving:
         parameters = [item for item in step.model.parameters() if item.requires_grad]
         gradients: list[torch.Tensor] = []
         for parameter, ranks in zip(parameters, present):
-            if ranks:  # a parameter that no rank has used keeps none
+            if ranks:  # a parameter that no rank used gets none
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
@@ -136,25 +136,25 @@ class Halving:
             self._strategy.sync_buffers(step.model)
 
 
-def make_halving(
+def make_splitter(
     on_oom: str, step: TrainStep | CapturedStep, batch: Batch, state: TrainingState
-) -> tuple[Halving | None, str | None]:
-    """Give a step what `memory.on_oom` asks for; None, and what the summary has to say, where that cannot be."""
+) -> tuple[BatchSplitter | None, str | None]:
+    """Set up what `memory.on_oom` asks for; if that is impossible, return None and a note for the summary."""
     if on_oom == "stop":
         return None, None
     if isinstance(step, CapturedStep):
         note = "memory.on_oom: halve_micro_batch cannot change a captured step: the run stops when memory runs out"
-        log.warning("%s (gpu.capture: off goes on)", note)
+        log.warning("%s (with gpu.capture: off, training continues)", note)
         return None, note
-    step.halving = halving = Halving(state.strategy, batch, state.progress)
-    return halving, None
+    step.splitter = splitter = BatchSplitter(state.strategy, batch, state.progress)
+    return splitter, None
 
 
 def divide(batch: StepBatch, pieces: int) -> StepBatch:
-    """The same step with every micro-batch cut into so many pieces, fewer where it has fewer samples.
+    """Cut every micro-batch of a step into `pieces`, or fewer if it has fewer samples.
 
     Raises:
-        CannotDivideError: It holds something that does not follow the samples.
+        CannotDivideError: If it holds something that cannot be split by sample.
     """
     batches: list[Any] = []
     samples: list[int] = []
@@ -168,7 +168,7 @@ def divide(batch: StepBatch, pieces: int) -> StepBatch:
             samples.append(end - begin if count else 0)
             begin = end
             if not count:
-                break  # only keeps this rank in step with the others
+                break  # an empty batch that only keeps this rank in step with the others
     return StepBatch(batches, samples, batch.global_samples, batch.tokens, batch.padded_tokens)
 
 

@@ -1,4 +1,4 @@
-"""The watchdog of a training: where its thread is, by phase, and how a run ends that nobody will finish."""
+"""The watchdog of a training: reports the phase that the training thread is in, and ends a run that is stuck."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from types import FrameType
 
 from frameworm.engine.checkpoint.training_state import TrainingState
+from frameworm.engine.step.capture import CapturedStep
+from frameworm.engine.step.step import TrainStep
 from frameworm.errors import RunFolderError, StuckError
 from frameworm.launch.environment import reported_by_launcher
 from frameworm.launch.failures import report_error
@@ -36,7 +38,7 @@ _FUNCTIONS = {
 
 
 def phase_of(frame: FrameType | None) -> str:
-    """The phase that a training thread is in, from its innermost frame outwards."""
+    """Find the phase that a training thread is in, searching from its innermost frame outwards."""
     while frame is not None:
         path = frame.f_code.co_filename
         if "/frameworm/" in path:
@@ -49,12 +51,20 @@ def phase_of(frame: FrameType | None) -> str:
 
 
 def make_watchdog(
-    limit_s: float | None, store: Store | None, state: TrainingState, folder: Path | None
+    limit_s: float | None,
+    store: Store | None,
+    state: TrainingState,
+    folder: Path | None,
+    step: TrainStep | CapturedStep | None = None,
 ) -> contextlib.AbstractContextManager[object]:
-    """The watchdog of a run with several ranks; nothing for one rank, or where it is off.
+    """Create the watchdog of a run; a null context with one rank, or if it is off.
 
     Args:
-        folder: Where the account of who was where is written; None: to the screen.
+        limit_s: How long a run may make no progress; None turns the watchdog off.
+        store: Shared by the ranks.
+        state: Holds the strategy and the run's position.
+        folder: Where the report on each rank's position is written; None for stderr.
+        step: The train step; replays of a captured one count as progress.
     """
     rank, world_size = state.strategy.rank, state.strategy.world_size
     if limit_s is None or store is None or world_size == 1 or not is_distributed():
@@ -72,11 +82,14 @@ def make_watchdog(
             print(account, file=sys.stderr, flush=True)
         end_process(StuckError(message))
 
-    return Watchdog(store, rank, world_size, limit_s, lambda: state.progress.step, phase_of, end, one_machine)
+    def replays() -> int:
+        return step.captured_steps if isinstance(step, CapturedStep) else 0
+
+    return Watchdog(store, rank, world_size, limit_s, lambda: state.progress.step, phase_of, end, one_machine, replays)
 
 
 def end_process(error: StuckError) -> None:
-    """Leave at once: the training thread is stuck and cannot raise."""
+    """Exit at once: the training thread is stuck and cannot raise."""
     report_error(error)
     if not reported_by_launcher():
         print(f"frameworm: {error}", file=sys.stderr, flush=True)

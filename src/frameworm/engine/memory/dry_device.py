@@ -1,9 +1,9 @@
-"""A GPU that is not there, for dry runs on fake tensors, which have shapes but no values.
+"""A simulated GPU for dry runs on fake tensors, which have shapes but no values.
 
-A torch without CUDA cannot even pretend to differentiate tensors of a GPU. So the fake tensors are those of the CPU,
-and this module makes up the difference: they say that they are on a GPU, attention goes to the kernels a GPU would
-choose, dropout keeps its mask as there, and autocast leaves those operations in fp32 that it leaves there. What a
-dry run finds is then the same on every machine. Answers are given to the whole process while the context is open.
+A torch build without CUDA cannot even simulate gradients of GPU tensors. So the fake tensors are CPU tensors, and this
+module adds the differences: they claim to be on a GPU, attention uses the kernels that a GPU would choose, dropout
+keeps its mask as on a GPU, and autocast leaves the same operations in fp32. A dry run then finds the same on every
+machine. The simulation applies to the whole process while the context is open.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch.overrides import TorchFunctionMode
 
 from frameworm.models import attention, causal_attention, products
 from frameworm.models.linear_loss import choose_chunk
+from frameworm.torch_private.execution import names_of_functions
+from frameworm.torch_private.operators import efficient_attention, flash_attention, log_softmax_to, softmax_to
 
 _HALF = (torch.float16, torch.bfloat16)
 _WIDEST_FLASH_HEAD = 256
 
 
 def _callables(names: str) -> frozenset[Any]:
-    """All that goes by these names: functions of torch and of torch.nn.functional, and methods of tensors."""
-    owners = (torch, F, Tensor, torch._C._nn, torch.special)
-    found = [getattr(owner, name, None) for name in names.split() for owner in owners]
-    return frozenset(item for item in found if item is not None)
+    """Look up functions of torch and torch.nn.functional, and tensor methods, by name."""
+    return names_of_functions(names, (torch, F, Tensor, torch.special))
 
 
 # Computed in fp32 under a GPU's autocast but not under the CPU's.
@@ -46,7 +46,7 @@ _ON_GPU = frozenset({Tensor.is_cuda.__get__})  # type: ignore[attr-defined]
 
 @contextlib.contextmanager
 def pretended_device(device: str) -> Iterator[None]:
-    """Inside it fake tensors of the CPU behave as on that kind of device, and random states are left alone."""
+    """Make fake CPU tensors behave as on that kind of device, and leave random states alone."""
     with contextlib.ExitStack() as stack:
         state = torch.get_rng_state()
         for owner in (torch, torch.random):
@@ -62,7 +62,7 @@ def pretended_device(device: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute with another value for a while."""
+    """Temporarily replace an attribute."""
     usual = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -72,7 +72,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class PretendedGPU(TorchFunctionMode):
-    """Lets functions keep what they would keep on a GPU."""
+    """Makes functions keep the same tensors as on a GPU."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -90,9 +90,9 @@ class PretendedGPU(TorchFunctionMode):
             elif function in _CROSS_ENTROPY:
                 return _cross_entropy(function, *args, **kwargs)
             elif function in _SOFTMAX and "dtype" not in kwargs and args[0].dtype in _HALF:
-                return torch._softmax(args[0], _dimension(args, kwargs), True)
+                return softmax_to(args[0], _dimension(args, kwargs), True)
             elif function in _LOG_SOFTMAX and "dtype" not in kwargs and args[0].dtype in _HALF:
-                return torch._log_softmax(args[0], _dimension(args, kwargs), True)
+                return log_softmax_to(args[0], _dimension(args, kwargs), True)
         return function(*args, **kwargs)
 
 
@@ -106,7 +106,7 @@ def _dimension(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _drop(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A GPU keeps one byte for each element, the CPU one number."""
+    """Apply dropout as a GPU does, which keeps a mask of one byte per element."""
     inputs = args[0] if args else kwargs["input"]
     share = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
@@ -116,11 +116,11 @@ def _drop(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _cross_entropy(function: Callable[..., Any], scores: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The softmax reads half precision and writes fp32, without a copy in between."""
+    """Compute cross-entropy as a GPU does, whose softmax reads half precision and writes fp32 without a copy."""
     plain = not args and not (kwargs.keys() - {"ignore_index", "reduction"})
     if not plain or scores.dtype not in _HALF or target.is_floating_point():
         return function(_in_fp32(scores), target, *args, **kwargs)
-    return F.nll_loss(torch._log_softmax(scores, 1 if scores.dim() > 1 else 0, True), target, **kwargs)
+    return F.nll_loss(log_softmax_to(scores, 1 if scores.dim() > 1 else 0, True), target, **kwargs)
 
 
 def _attend(
@@ -143,23 +143,19 @@ def _attend(
     if query.dim() != 4 or kind == "math":
         return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal)
     if kind == "flash":
-        mixed = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )
+        mixed = flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
         return mixed[0]  # type: ignore[no-any-return]
     bias = None
     if attn_mask is not None:
         bias = attn_mask if attn_mask.is_floating_point() else torch.zeros_like(attn_mask, dtype=query.dtype)
         bias = bias.to(query.dtype).expand(*query.shape[:3], key.size(2))
     wanted = torch.is_grad_enabled()
-    mixed = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, wanted, dropout_p, is_causal, scale=scale
-    )
+    mixed = efficient_attention(query, key, value, bias, wanted, dropout_p, is_causal, scale=scale)
     return mixed[0]  # type: ignore[no-any-return]
 
 
 def attention_kernel(query: Tensor, masked: bool) -> str:
-    """Which of flash, efficient and math a current GPU would run."""
+    """Return which of flash, efficient and math a current GPU would run."""
     width = query.size(-1)
     if query.dtype in _HALF and not masked and width <= _WIDEST_FLASH_HEAD and torch.backends.cuda.flash_sdp_enabled():
         return "flash"
@@ -172,7 +168,7 @@ def attention_kernel(query: Tensor, masked: bool) -> str:
 def _plain_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool
 ) -> Tensor:
-    """Scores and weights are held whole, as torch's own fallback does."""
+    """Compute attention with full scores and weights, like torch's own fallback."""
     scores = query @ key.transpose(-2, -1)
     if causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -184,7 +180,7 @@ def _plain_attention(
 
 
 def hidden_workspace(name: str, args: tuple[Any, ...], device: str) -> int:
-    """Bytes that a kernel of that device allocates inside and gives back before it ends, where they are large."""
+    """Return the bytes that a kernel allocates and frees internally, for kernels where this is large."""
     if name == "frameworm::linear_cross_entropy":
         hidden, weight, _, _, chunk_tokens = args[:5]
         tokens, element = hidden.size(0), hidden.element_size()

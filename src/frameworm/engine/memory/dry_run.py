@@ -1,9 +1,9 @@
-"""A training step without values: what the real model would hold on a device, found by running it on fake tensors.
+"""A training step without values: finds what a model would hold on a device by running it on fake tensors.
 
 Forward, loss and backward run as in training, on tensors that have a shape and a device but no memory. A ledger sees
-every operation, and every storage as it comes and goes; so what is kept for backward, the largest moment, and what that
-moment is made of come from the model itself, with its checkpointing and precision. It takes no GPU and next to no
-memory, and about as long as a step on the CPU takes to launch.
+every operation, and the creation and release of every storage. So what is kept for backward, the peak, and what the
+peak consists of come from the model itself, including its checkpointing and precision. It needs no GPU and almost no
+memory, and takes about as long as a step takes to launch on a CPU.
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from frameworm.engine.memory.dry_device import hidden_workspace, pretended_device, replaced
 from frameworm.engine.model import activations
@@ -33,16 +30,28 @@ from frameworm.observe.flops.counter import BACKWARD, FlopCount, FlopCounter
 from frameworm.parallel.units import find_units
 from frameworm.scaling.memory_model import CheckpointingName, Peak, StepMemory
 from frameworm.scaling.memory_shapes import ModelShapes, block
+from frameworm.torch_private.execution import run_backward
+from frameworm.torch_private.tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    TorchDispatchMode,
+    sparse_indices,
+    sparse_values,
+    storage_id,
+    tree_leaves,
+    tree_map,
+)
 
 _fake_log = logging.getLogger(FakeTensorMode.__module__)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TAGS = ("activations", "weight_copies", "loss", "workspace", "gradients")
-# The compiler recomputes what is cheap but cannot look into operations of our own.
+# The compiler recomputes cheap operations, but our own operations are opaque to it.
 _OPAQUE = frozenset({"frameworm::feed_forward"})
 
 
 class Ledger(TorchDispatchMode):
-    """Every storage that operations make, while it lives, by what it is for."""
+    """Tracks every live storage that operations create, by its purpose."""
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -53,12 +62,12 @@ class Ledger(TorchDispatchMode):
         self.held = dict.fromkeys(_TAGS, 0)
         self.peak = dict(self.held)
         self.peak_beside_gradients = dict(self.held)
-        self.phase = "activations"  # what new storages are for
+        self.phase = "activations"  # purpose of new storages
 
     def leave_out(self, tensors: Any) -> None:
-        """Tensors that are counted elsewhere; to be called before anything else is counted."""
+        """Exclude tensors that are counted elsewhere; call before anything else is counted."""
         for tensor in _tensors(tensors):
-            key = tensor.untyped_storage()._cdata
+            key = storage_id(tensor)
             self._outside.add(key)
             if key in self._live:
                 self._gone(key)
@@ -71,9 +80,9 @@ class Ledger(TorchDispatchMode):
         return sum(self.held.values())
 
     def mark(self, tensor: Tensor, tag: str) -> None:
-        """Say what a tensor's storages are for, now that it is known."""
+        """Change the purpose of a tensor's storages."""
         for storage in _storages(tensor):
-            key = storage._cdata
+            key = storage_id(storage)
             if key in self._live:
                 size, before = self._live[key]
                 self.held[before] -= size
@@ -84,7 +93,7 @@ class Ledger(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         name = function.name().split(".")[0]
         tag = self.phase
-        if name == "aten::_to_copy" and args[0].untyped_storage()._cdata in self._outside and tag != "workspace":
+        if name == "aten::_to_copy" and storage_id(args[0]) in self._outside and tag != "workspace":
             tag = "weight_copies"
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -101,7 +110,7 @@ class Ledger(TorchDispatchMode):
         return other if sum(other.values()) > sum(one.values()) else one
 
     def _note(self, storage: torch.UntypedStorage, tag: str) -> None:
-        key = storage._cdata
+        key = storage_id(storage)
         if key in self._outside or key in self._live:
             return
         size = block(storage.nbytes(), self._device)
@@ -116,26 +125,27 @@ class Ledger(TorchDispatchMode):
 
 
 class DryRun:
-    """A model that is run without values.
+    """Runs a model without values.
 
     Args:
-        model: Is not changed; real, meta or fake tensors.
-        make_batch: Gives a batch of so many samples; only shapes and types matter, tensors may be on `meta`.
+        model: The model, which is not changed; with real, meta or fake tensors.
+        make_batch: Creates a batch with a given number of samples; only shapes and dtypes matter, tensors may be on
+            `meta`.
         loss_fn: As for `Trainer`.
-        device: `cpu` or `cuda`, which need not be there.
+        device: `cpu` or `cuda`, which need not be present.
         precision: off, bf16 or fp16.
         checkpointing: As `memory.activation_checkpointing`.
         checkpoint_modules: As `memory.checkpoint_modules`.
-        compiled: The model will be compiled: what is cheap is then recomputed instead of kept. An estimate, since the
-            compiler is not run.
-        flash_attention: False keeps attention off the flash kernels.
-        half_layers: Layers have their parameters in half precision and are given inputs in it, as zero2 and zero3
-            gather and call them; only what lies outside of them is left to autocast.
-        make_validation: The same for validation batches; None: like training batches.
+        compiled: Whether the model will be compiled, so that cheap operations are recomputed instead of kept. An
+            estimate, since the compiler is not run.
+        flash_attention: Whether attention may use flash kernels.
+        half_layers: Whether layers have parameters and inputs in half precision, as zero2 and zero3 gather and call
+            them; autocast then only applies outside the layers.
+        make_validation: Like `make_batch` for validation batches; None if they are like training batches.
         fused_loss: As `training.fused_loss`.
 
     Raises:
-        ConfigError: The model does not say which layers to recompute, or has no head for a fused loss.
+        ConfigError: If the layers to recompute cannot be found, or there is no head for a fused loss.
     """
 
     def __init__(
@@ -169,21 +179,21 @@ class DryRun:
             fuse_heads(self.model)
         if compiled and checkpointing == "off":
             self._kept |= _OPAQUE
-            with contextlib.suppress(ConfigError):  # a model that does not name its layers counts as not compiled
+            with contextlib.suppress(ConfigError):  # a model whose layers are not found counts as not compiled
                 activations.apply(self.model, "selective", checkpoint_modules, whole=True)
         else:
             activations.apply(self.model, checkpointing, checkpoint_modules)
         self._loss_function = LossFunction(self.model, loss_fn)
 
     def step(self, micro_batch: int, validation_batch: int | None = None) -> StepMemory:
-        """What a step with this micro-batch holds.
+        """Compute what a step with this micro-batch holds.
 
         Args:
-            micro_batch: Samples of the training batch.
-            validation_batch: Samples of a validation batch; None: there is no validation.
+            micro_batch: Number of samples of the training batch.
+            validation_batch: Number of samples of a validation batch; None without validation.
 
         Raises:
-            ModelError: The model looks at values, which a dry run does not have.
+            ModelError: If the model reads values, which a dry run does not have.
         """
         ledger = Ledger(self.device)
         with self._running(ledger):
@@ -199,16 +209,16 @@ class DryRun:
                 for parameter in self.model.parameters():
                     parameter.grad = None
             size = sum(block(_nbytes(item), self.device) for item in _tensors(batch))
-            # Where gradients are there beforehand, each new one is held only until it is added.
+            # If gradients already exist, each new one is held only until it is added.
             fresh, repeat = Peak(**ledger.peak), Peak(**ledger.peak_beside_gradients)
             validation = 0 if validation_batch is None else self._validate(validation_batch)
         return StepMemory(micro_batch, kept, fresh, repeat, validation, size)
 
     def count_flops(self, samples: int = 1) -> FlopCount:
-        """The model's FLOPs in a micro-batch: forward and backward, without what checkpointing computes again.
+        """Count the model's FLOPs in a micro-batch: forward and backward, without recomputation for checkpointing.
 
         Raises:
-            ModelError: As for `step`.
+            ModelError: If the model reads values, which a dry run does not have.
         """
         counter = FlopCounter()
         with self._running(Ledger(self.device)), counter:
@@ -222,7 +232,7 @@ class DryRun:
         return counter.count
 
     def _micro_batch(self, ledger: Ledger, batch: Any, counter: FlopCounter | None = None) -> int:
-        """Forward and backward; returns what is held between the two."""
+        """Run forward and backward; return the bytes held in between."""
         ledger.phase = "activations"
         with self._autocast():
             loss = self._loss_function(self.model, batch).loss
@@ -230,9 +240,8 @@ class DryRun:
         ledger.phase = "workspace"
         if counter is not None:
             counter.phase = BACKWARD
-        # As loss.backward(), which is a function of torch and so would recompute outside of the pretended device.
-        engine = torch.autograd.Variable._execution_engine
-        engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)
+        # Like loss.backward(), which as a torch function would recompute outside the pretended device.
+        run_backward(loss)
         return kept
 
     def _validate(self, samples: int) -> int:
@@ -253,7 +262,7 @@ class DryRun:
                 warnings.catch_warnings(),
                 pretended_device(self.device),
                 replaced(activations, "_KEPT", self._kept),
-                replaced(_fake_log, "disabled", True),  # what fails is raised, and said in one line
+                replaced(_fake_log, "disabled", True),  # failures are raised and reported in one line
                 self._mode,
                 ledger,
             ):
@@ -261,7 +270,7 @@ class DryRun:
                 yield
         except FramewormError:
             raise
-        except Exception as error:  # whatever the model does, and fake tensors cannot
+        except Exception as error:  # anything that the model does and fake tensors cannot
             if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
                 reason = f"decides by values ({error.func})"
             else:
@@ -286,7 +295,7 @@ class DryRun:
         return _mapped(fake, batch)
 
     def _watch(self, ledger: Ledger) -> list[Any]:
-        """Hooks that tell the ledger where the layers end and which storages become gradients."""
+        """Register hooks that tell the ledger where the layers end and which storages become gradients."""
         layers = layers_of(self.model)
 
         def after_layers(*_: Any) -> None:
@@ -303,7 +312,7 @@ class DryRun:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: the entries of its ModuleLists."""
+    """Return the repeated blocks of a model: the entries of its ModuleLists."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -314,7 +323,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def shapes_of(model: nn.Module) -> ModelShapes:
-    """The sizes of a model's parameters and buffers, by the unit that zero2 and zero3 gather."""
+    """Return the sizes of a model's parameters and buffers, by the unit that zero2 and zero3 gather."""
     seen: set[Tensor] = set()
     units = []
     for part in [*find_units(model), model]:
@@ -328,7 +337,7 @@ def shapes_of(model: nn.Module) -> ModelShapes:
 
 
 def fake_copy(model: nn.Module, dtype: torch.dtype | None = None, units: Sequence[nn.Module] = ()) -> nn.Module:
-    """The same module without values, its units in another type; to be called inside of a fake mode."""
+    """Copy a module without values, with its units in another dtype; call inside a fake tensor mode."""
     memo: dict[int, Any] = {}
     changed = {id(parameter) for unit in units for parameter in unit.parameters()}
     for parameter in model.parameters():
@@ -343,7 +352,7 @@ def fake_copy(model: nn.Module, dtype: torch.dtype | None = None, units: Sequenc
 
 
 def _cast_inputs(dtype: torch.dtype | None, _unit: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What fully_shard does before a unit with a type of its own is called."""
+    """Cast a unit's inputs as fully_shard does before it calls a unit with its own dtype."""
 
     def cast(item: Any) -> Any:
         return item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item
@@ -352,7 +361,7 @@ def _cast_inputs(dtype: torch.dtype | None, _unit: nn.Module, args: Any, kwargs:
 
 
 def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:
-    """A batch with its tensors exchanged; mappings of any kind become dicts, as the loss wants nothing else of them."""
+    """Apply a function to a batch's tensors; mappings become dicts, as the loss needs nothing else."""
     if isinstance(batch, Mapping):
         return {name: _mapped(function, value) for name, value in batch.items()}
     return tree_map(function, batch)
@@ -363,9 +372,9 @@ def _tensors(batch: Any) -> list[Tensor]:
 
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """Where a tensor's values are; a sparse one, such as the gradient of a sparse embedding, has two tensors inside."""
+    """Return a tensor's storages; a sparse one, such as a sparse embedding's gradient, contains two tensors."""
     if tensor.layout == torch.sparse_coo:
-        return [part.untyped_storage() for part in (tensor._indices(), tensor._values())]
+        return [part.untyped_storage() for part in (sparse_indices(tensor), sparse_values(tensor))]
     return [tensor.untyped_storage()]
 
 

@@ -1,4 +1,4 @@
-"""The model and the batches of a config for a dry run: built-in workloads without reading any data."""
+"""Model and batches of a config for a dry run; built-in workloads read no data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from frameworm.config.schema import Config, GPTModelConfig, TextClassifierModelConfig
 from frameworm.data.batches.packed import round_capacity, spare_sequences
@@ -20,6 +19,7 @@ from frameworm.data.steps import close_loader
 from frameworm.errors import DataError
 from frameworm.models.loaders import build_loader
 from frameworm.models.workloads import VOCABULARY_MULTIPLE, build_workload, make_gpt, make_text_classifier
+from frameworm.torch_private.tensors import tree_leaves, tree_map
 
 _CLASSES = {"ag_news": len(AG_NEWS_CLASSES), "imdb": len(IMDB_CLASSES), "generated": len(CLASS_NAMES)}
 
@@ -30,10 +30,10 @@ class DryWorkload:
 
     Attributes:
         model: On `meta`, or the user's own with its values.
-        make_batch: A training batch of so many samples, of the greatest length, on `meta`.
-        make_validation: The same for validation; None where there is none.
+        make_batch: Creates a training batch with a given number of samples of the greatest length, on `meta`.
+        make_validation: The same for validation; None without validation.
         loss_fn: As for `Trainer`.
-        notes: What had to be assumed.
+        notes: Assumptions that had to be made.
     """
 
     model: nn.Module
@@ -44,14 +44,14 @@ class DryWorkload:
 
 
 def dry_workload(config: Config, tokens_per_sample: float | None = None) -> DryWorkload:
-    """The workload of a resolved config.
+    """Build the workload of a resolved config.
 
     Args:
-        config: Built-in workloads open no data; one of the user's own is built as for training.
-        tokens_per_sample: Mean length of the samples, for packed batches; None: as long as the model takes.
+        config: The config. Built-in workloads open no data; a custom one is built as for training.
+        tokens_per_sample: Mean length of the samples, for packed batches; None for the model's maximum.
 
     Raises:
-        DataError: The user's own data has no sample.
+        DataError: If a custom workload's data has no sample.
     """
     if isinstance(config.model, TextClassifierModelConfig):
         return _text_classifier(config, config.model, tokens_per_sample)
@@ -112,7 +112,7 @@ def _gpt(config: Config, settings: GPTModelConfig) -> DryWorkload:
 
 
 def _own(config: Config) -> DryWorkload:
-    """One real batch, stretched to other sizes: tensors whose first dimension counts the samples grow with them."""
+    """Use one real batch, resized to other sizes along the first dimension of tensors that have one row per sample."""
     config = config.model_copy(deep=True)
     config.data.num_workers, config.data.pin_memory, config.data.resident = 0, False, False
     workload = build_workload(config)

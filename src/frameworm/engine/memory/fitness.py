@@ -1,4 +1,4 @@
-"""Whether a config can run on this machine, for `doctor`: resolved for it, and planned where it can be."""
+"""Whether a config can run on this machine, for `doctor`: resolves it and plans its memory if possible."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Fitness:
     """A config as it would run here.
 
     Attributes:
-        resolved: With every `auto` decided; for a GPU where it asks for one that is not here.
-        intent: What it will run.
-        checks: What of it does not fit this machine.
-        plan: Its memory; None where nobody could plan it.
-        notes: What else to know.
+        resolved: The config with every `auto` decided; for a GPU if it asks for one that is missing here.
+        intent: What will run: processes, device, workers and so on.
+        checks: How the config fits this machine.
+        plan: Its memory plan; None if none could be made.
+        notes: Further remarks.
     """
 
     resolved: Config
@@ -41,15 +41,15 @@ class Fitness:
 
 
 def judge_fit(config: Config, facts: MachineFacts, intent: Intent) -> Fitness:
-    """Hold a config against this machine.
+    """Compare a config with this machine.
 
     Args:
         config: The config.
         facts: The machine.
-        intent: Processes and nodes; one process means one per GPU where the config asks for several.
+        intent: Processes and nodes; one process means one per GPU if the config's strategy needs several.
 
     Raises:
-        ConfigError: It cannot run anywhere with that many processes.
+        ConfigError: If it cannot run anywhere with that many processes.
     """
     if intent.world_size == 1 and config.parallel.strategy in _SEVERAL and len(facts.gpus) > 1:
         intent = replace(intent, processes=len(facts.gpus))
@@ -76,7 +76,7 @@ def judge_fit(config: Config, facts: MachineFacts, intent: Intent) -> Fitness:
 
 
 def _resolve(config: Config, facts: MachineFacts, world_size: int) -> tuple[Config, Check | None]:
-    """The config for this machine, or else for a GPU that is not here, and then what is wrong."""
+    """Resolve the config for this machine; if impossible, for a GPU, with a check that says what is wrong."""
     if facts.gpus:
         bf16 = (facts.gpus[0].capability or _BF16_FROM) >= _BF16_FROM
         return resolve(config, world_size=world_size, device="cuda", bf16=bf16), None
@@ -92,20 +92,20 @@ def _resolve(config: Config, facts: MachineFacts, world_size: int) -> tuple[Conf
 def _plan(
     config: Config, resolved: Config, facts: MachineFacts, world_size: int
 ) -> tuple[PlanFacts | None, tuple[str, ...]]:
-    """The memory plan for the kind of device that training will use."""
+    """Plan memory for the kind of device that training will use."""
     kind = resolved.gpu.device
     chosen = config.model_copy(update={"gpu": config.gpu.model_copy(update={"device": kind})})
     try:
         planner = MemoryPlanner(chosen, world_size)
         return _plan_facts(planner, resolved, facts), ()
-    except Exception as error:  # an own workload may need its data, or ask tensors for values
+    except Exception as error:  # a custom workload may need its data or read tensor values
         log.debug("no plan of the memory", exc_info=True)
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return None, (f"no memory plan: {reason}",)
 
 
 def _plan_facts(planner: MemoryPlanner, resolved: Config, machine: MachineFacts) -> PlanFacts:
-    """Only what the checklist asks for: each further size or mode is a dry run of a second or two."""
+    """Plan only what the checklist needs: each further size or mode takes a dry run of a second or two."""
     setting, fraction, training = planner.setting, planner.memory_fraction, resolved.training
     state = _STATE_BYTES[training.optimizer] if training.optimizer != "sgd" or training.momentum else 0
     parameters = planner.shapes.parameters

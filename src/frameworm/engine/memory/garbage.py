@@ -1,4 +1,4 @@
-"""Python's garbage collector during training: between steps, by step number, instead of at random."""
+"""Run Python's garbage collector between steps, by step number, instead of at arbitrary times."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from types import TracebackType
 
 EVERY_STEPS = 50
 FULL_EVERY_STEPS = 1000
-# Python 3.12 sets a few hundred objects aside by itself; whoever freezes a heap on purpose has many more.
+# Python 3.12 freezes a few hundred objects by itself; a heap frozen on purpose has many more.
 OWN_FROZEN = 10_000
-# Garbage that holds tensors must not pile up until the next collection: at most this share of the memory.
+# Garbage that holds tensors may reach at most this fraction of the memory between collections.
 MOST_GARBAGE = 0.02
 
 _paused = False
@@ -20,20 +20,19 @@ _watches_forks = False
 
 
 class Collector:
-    """Collects between steps while its context is open; outside of it the collector is as the user has it.
+    """Collects between steps inside its context; outside, the collector is as the user has it.
 
-    A full collection goes through all objects of the process: with torch and its friends imported that takes as long
-    as many small steps, at a moment nobody chose, and on another rank at another one: all wait for each. So what
-    exists when training begins is set aside (a heap that the user has frozen stays as it is), Python's own schedule is
-    off, and collections happen before steps whose number all ranks know: 1, 2, 4, ..., then every 50th, each 1000th a
-    full one. Where much memory comes free by that, the next ones are closer together. What the first steps have brought
-    (compilers, modules that are imported when they are needed) is set aside too, after 50 steps and then ever more
-    rarely.
+    A full collection visits all objects of the process. With torch imported that takes as long as many small steps, and
+    it happens at a different moment on every rank, so that all ranks wait for each one. Therefore objects that exist
+    when training begins are frozen (unless the user has frozen a heap), Python's own schedule is off, and collections
+    happen before steps whose numbers all ranks know: 1, 2, 4, ..., then every 50th, with a full collection every
+    1000th. If a collection frees much memory, the next ones come sooner. Objects created by the first steps (compilers,
+    late imports) are frozen too, after 50 steps and then ever more rarely.
 
     Args:
-        enabled: Otherwise nothing is done at all. The same where the user has switched the collector off.
-        held_bytes: Memory in use, asked before and after a collection.
-        total_bytes: Of how much.
+        enabled: If False, nothing is done at all; nor is it if the user has disabled the collector.
+        held_bytes: Returns the memory in use, before and after a collection.
+        total_bytes: Size of that memory.
     """
 
     def __init__(self, enabled: bool, held_bytes: Callable[[], int] | None = None, total_bytes: int = 0) -> None:
@@ -50,7 +49,7 @@ class Collector:
         self.note: str | None = None
 
     def __enter__(self) -> Collector:
-        """Take over."""
+        """Take over from Python's schedule."""
         global _paused
         if not self._enabled or not gc.isenabled():
             return self
@@ -66,7 +65,7 @@ class Collector:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give back."""
+        """Restore Python's schedule."""
         global _paused
         if self._active:
             gc.enable()
@@ -77,7 +76,7 @@ class Collector:
 
     @contextlib.contextmanager
     def at_leisure(self) -> Iterator[None]:
-        """Python's own schedule inside this context: something long that has no steps."""
+        """Use Python's own schedule during something long that has no steps."""
         if self._active:
             gc.enable()
         try:
@@ -87,7 +86,7 @@ class Collector:
                 gc.disable()
 
     def before_step(self, number: int) -> None:
-        """Collect if it is time to; called before every step."""
+        """Collect if due; call before every step."""
         if number < self._next or not self._active:
             return
         if self._first is None:
@@ -106,7 +105,7 @@ class Collector:
         self._next = _next_moment(number, self._every)
 
     def _adapt(self, steps: int, freed_bytes: int) -> None:
-        """Collect more often where garbage holds memory."""
+        """Collect more often if garbage holds much memory."""
         if self._last and freed_bytes > 0:
             fitting = max(1, steps * self._budget_bytes // freed_bytes)
             if fitting < self._every:
@@ -118,13 +117,13 @@ class Collector:
 
 
 def _next_moment(number: int, every: int) -> int:
-    """Every k-th step; before the first of those at 1, 2, 4, ..., to see early how much garbage there is."""
+    """Next multiple of `every`; before the first, 1, 2, 4, ..., to see early how much garbage there is."""
     regular = (number // every + 1) * every
     return min(regular, number * 2) if number < every else regular
 
 
 def _enable_in_children() -> None:
-    """Loader workers that fork off meanwhile have no steps: their collector is on, as usual."""
+    """Enable the collector in forked loader workers, which have no steps."""
     global _watches_forks
     if not _watches_forks and hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_enable_in_child)

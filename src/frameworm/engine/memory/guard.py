@@ -1,7 +1,7 @@
-"""The watch over memory: looks between steps, tidies up, warns in time, and asks for a stop before it is too late.
+"""The memory guard: samples memory between steps, frees it, warns in time, and requests a stop before it runs out.
 
-Only growth counts. A run that fills its memory from the beginning and stays there is a well filled device; stopping it
-would help nobody, for it would be back there after it has resumed.
+Only growth counts. A run that fills its memory from the start and stays there uses its device well; stopping it would
+not help, as it would be full again after resuming.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from frameworm.parallel.strategy import Strategy
 
 log = logging.getLogger("frameworm")
 
-# By then the optimizer has its state and the loader its workers.
+# By then the optimizer has its state, and the loader its workers.
 SETTLED_STEPS = 3
-# Less than this share of the memory is no growth.
+# A change below this fraction of the memory is not growth.
 GROWTH = 0.01
 LONGEST_PAUSE_LOOKS = 64
 
 
 class Gauge:
-    """One memory: how much of it is taken. This one is the host's.
+    """Measures how much of a memory is used; this class measures the host's.
 
     Args:
         processes: Ranks on this machine.
@@ -49,27 +49,27 @@ class Gauge:
         self.total_bytes = memory_total_bytes()
 
     def held_bytes(self) -> int:
-        """What is held between steps."""
+        """Bytes held between steps."""
         return memory_used_bytes(self._processes)
 
     def own_bytes(self) -> int:
-        """What this process alone holds; cheap to ask."""
+        """Bytes that this process alone holds; cheap to read."""
         return int(self._process.memory_info().rss)
 
     def used_bytes(self, held_bytes: int) -> int:
-        """What steps need in their fullest moment; known from `held_bytes` where nothing else is."""
+        """Bytes that steps need at their peak; `held_bytes` if the peak is unknown."""
         return held_bytes
 
     def unused_bytes(self) -> int:
-        """Cache that no step so far had a use for."""
+        """Bytes of cache that no step has used so far."""
         return 0
 
     def trim(self) -> None:
-        """Give cached memory back."""
+        """Release cached memory."""
 
 
 class DeviceGauge(Gauge):
-    """The memory of a GPU, by the counts of torch's allocator: nobody waits for the device."""
+    """Measures a GPU's memory by the counters of torch's allocator, without waiting for the device."""
 
     def __init__(self, device: torch.device, memory_fraction: float = 1.0) -> None:
         self._device = device
@@ -93,7 +93,7 @@ class DeviceGauge(Gauge):
 
 
 class _Watched:
-    """A gauge and what has been seen of it."""
+    """A gauge and its history."""
 
     def __init__(self, gauge: Gauge) -> None:
         self.gauge = gauge
@@ -109,14 +109,14 @@ class _Watched:
 
 
 class MemoryGuard:
-    """Looks after the memory of a run; a context manager around its steps.
+    """Guards the memory of a run; a context manager around its steps.
 
     Args:
         settings: Limits and intervals.
-        gauges: The memories to watch, the scarcest first.
-        request: Is asked for the stop.
-        describe: Says who holds what.
-        rank: For messages.
+        gauges: The memories to watch, scarcest first.
+        request: Receives the request to stop.
+        describe: Describes what holds memory.
+        rank: This rank, for messages.
     """
 
     def __init__(
@@ -139,26 +139,26 @@ class MemoryGuard:
 
     @property
     def notes(self) -> list[str]:
-        """For the summary."""
+        """Notes for the summary."""
         return self._notes + [note for note in [self._collector.note] if note]
 
     def __enter__(self) -> MemoryGuard:
-        """Training begins."""
+        """Begin guarding."""
         self._collector.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Training is over."""
+        """Stop guarding."""
         self._collector.__exit__(kind, error, trace)
 
     def at_leisure(self) -> contextlib.AbstractContextManager[None]:
-        """Around something long that has no steps: Python collects as usual."""
+        """Let Python collect garbage as usual during something long that has no steps."""
         return self._collector.at_leisure()
 
     def before_step(self, number: int) -> None:
-        """Between two steps: collect if it is time, look if it is time."""
+        """Collect garbage and sample memory if due; call between two steps."""
         self._collector.before_step(number)
         self._steps += 1
         now = monotonic()
@@ -192,13 +192,13 @@ class MemoryGuard:
                 watched.warned_bytes = held
                 self._say(
                     f"{self._state(watched, used)} from the beginning, beyond memory.max_memory_percent "
-                    f"({settings.max_memory_percent:g}%); it does not grow, so the run goes on"
+                    f"({settings.max_memory_percent:g}%); it does not grow, so the run continues"
                 )
         elif has_grown and (used > threshold or used + 2 * growth > limit):
             self._warn(watched, number, used, limit)
 
     def _trim(self, watched: _Watched) -> None:
-        """Trimming makes the device wait: where the cache is back at the next look, it is left alone for longer."""
+        """Trim the cache, at growing intervals: trimming stalls the device, and the cache may fill up again at once."""
         watched.trim_in -= 1
         if watched.trim_in > 0:
             return
@@ -219,7 +219,7 @@ class MemoryGuard:
         return f"{mebibytes(growth)} more than in the beginning, before step {number}"
 
     def _warn(self, watched: _Watched, number: int, used: int, limit: float) -> None:
-        """Once, and again when half of what was left then is gone."""
+        """Warn once, and again when half of what was left then is used."""
         held, before = watched.last_bytes, watched.warned_bytes
         if before is not None and held - before <= max(limit - used, watched.gauge.total_bytes * GROWTH):
             return
@@ -241,11 +241,11 @@ class MemoryGuard:
         self._request.ask("memory", text)
 
     def _say(self, text: str, *, detailed: bool = False, keep: bool = True) -> None:
-        """Warn; what concerns another rank than the first is said louder, for its warnings go unheard."""
+        """Log a warning; on ranks other than the first as an error, because their warnings are not shown."""
         if keep:
             self._notes.append(text)
         if detailed:
-            with contextlib.suppress(Exception):  # a watch that breaks what it watches is worse than none
+            with contextlib.suppress(Exception):  # the guard must not break the run
                 text = f"{text}\n{self._describe()}"
         log.log(logging.WARNING if self._rank == 0 else logging.ERROR, "%s", text)
 
@@ -253,7 +253,7 @@ class MemoryGuard:
 def make_guard(
     config: Config, strategy: Strategy, request: StopRequest, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> MemoryGuard:
-    """The watch over a rank's memories: the GPU's if it has one, and the host's."""
+    """Create the guard of a rank's memories: the host's, and the GPU's if it has one."""
     device = strategy.device
     gauges = [Gauge(setup_ddp().local_world_size if is_distributed() else 1)]
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What holds the memory: parameters, gradients, optimizer state, and the largest tensors that are alive."""
+"""What holds the memory: parameters, gradients, optimizer state, and the largest live tensors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from frameworm.torch_private.tensors import local_part
+
 MEBIBYTE = 2**20
 MOST_TENSORS = 5
-# So many scalars that still hold on to a graph are no coincidence.
+# This many scalars that still hold a graph are no coincidence.
 MANY_GRAPHS = 100
 
 
@@ -28,15 +30,15 @@ class Held:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return self.parameters + self.gradients + self.optimizer_state + self.rest
 
     def to_dict(self) -> dict[str, int]:
-        """By holder."""
+        """Return the parts by name."""
         return asdict(self)
 
     def in_words(self) -> str:
-        """One line."""
+        """Describe the parts in one line."""
         return (
             f"parameters {mebibytes(self.parameters)}, gradients {mebibytes(self.gradients)}, optimizer state "
             f"{mebibytes(self.optimizer_state)}, activations and the rest {mebibytes(self.rest)}"
@@ -44,20 +46,23 @@ class Held:
 
 
 def mebibytes(count: float) -> str:
-    """Bytes as people read them."""
+    """Format bytes for people."""
     size = count / MEBIBYTE
     return f"{size:,.1f} MiB" if size < 100 else f"{size:,.0f} MiB"
 
 
 def held_by(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, *, peak: bool = False) -> Held:
-    """What this rank holds on its device.
+    """Measure what this rank holds on its device.
 
     Args:
-        peak: Take the fullest moment so far for the total (a GPU only): what failed to fit may be gone by now.
+        model: The model.
+        optimizer: Its optimizer.
+        device: The device.
+        peak: Whether the total is the peak so far (GPU only), since what failed to fit may be freed by now.
     """
     parameters = list(model.parameters())
     gradients = [item.grad for item in parameters if item.grad is not None]
-    # A sharded optimizer keeps its part in one of its own.
+    # A ZeroRedundancyOptimizer keeps its part in an inner optimizer.
     state = getattr(optimizer, "optim", optimizer).state
     held = [
         _bytes(group, device)
@@ -75,7 +80,7 @@ def held_by(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.de
 
 
 def largest_tensors(device: torch.device, most: int = MOST_TENSORS) -> list[str]:
-    """The largest groups of live tensors of one shape and type, as far as Python knows them."""
+    """Describe the largest groups of live tensors of one shape and dtype that Python knows of."""
     sizes: dict[tuple[tuple[int, ...], str, bool], tuple[int, int]] = {}
     seen: set[int] = set()
     graphs = 0
@@ -102,7 +107,7 @@ def largest_tensors(device: torch.device, most: int = MOST_TENSORS) -> list[str]
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> str:
-    """Who holds what right now, in a few lines."""
+    """Describe in a few lines what holds memory right now."""
     held = held_by(model, optimizer, device)
     where = "this process" if device.type == "cpu" else str(device)
     lines = [f"{where} holds {mebibytes(held.total)}: {held.in_words()}"]
@@ -121,16 +126,16 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.d
 
 def _live_tensors() -> Iterator[Tensor]:
     for item in gc.get_objects():
-        # isinstance would ask objects for their class, and some objects do things when they are asked.
+        # isinstance reads __class__, which has side effects on some objects.
         if issubclass(type(item), Tensor):
             yield item
 
 
 def _bytes(tensors: Iterable[Any], device: torch.device) -> int:
-    """Of distinct storages on the device; of a divided tensor, this rank's part."""
+    """Sum the bytes of distinct storages on the device; of a sharded tensor, this rank's shard."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
-        own = getattr(tensor, "_local_tensor", tensor)
+        own = local_part(tensor)
         if own.device.type == device.type:
             storage = own.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()

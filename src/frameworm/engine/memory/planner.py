@@ -1,4 +1,4 @@
-"""From a config to a memory report: dry runs where they are needed, arithmetic for the rest."""
+"""From a config to a memory report: dry runs where needed, arithmetic for the rest."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from frameworm.scaling.memory_model import (
     plan_step,
 )
 
-# Where the largest micro-batch is looked for by a straight line, so often it is run and the line drawn anew.
+# How often a straight-line estimate of the largest micro-batch is refined by a dry run.
 _REFINEMENTS = 3
 _NO_RESIDUALS = ("off", "fp16", "bf16")
 
 Tell = Callable[[str], None]
-_Kind = tuple[CheckpointingName, bool]  # of dry run: checkpointing, and whether layers are in half precision
+_Kind = tuple[CheckpointingName, bool]  # kind of dry run: checkpointing, and whether layers are in half precision
 
 
 class MemoryPlanner:
-    """Plans the memory of a config's steps for a kind of device, which need not be there.
+    """Plans the memory of a config's steps for a kind of device, which need not be present.
 
     Args:
-        config: What is to be trained. `gpu.device` auto means a GPU.
+        config: The training to plan. `gpu.device` auto means a GPU.
         world_size: Number of devices.
         tokens_per_sample: Mean length of the samples, for packed batches.
-        tell: Is told what goes on.
-        validation: Whether the plan is for validation too.
+        tell: Receives progress messages.
+        validation: Whether to plan validation too.
 
     Raises:
-        ConfigError: Settings that do not fit together or to this number of devices.
+        ConfigError: If settings do not fit together or do not fit the number of devices.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class MemoryPlanner:
         if self.config.gpu.compile_model:
             self.notes.append("compiled models are estimated: the compiler decides what it keeps")
         if self.config.gpu.capture != "off":
-            self.notes.append("a captured step keeps its memory: what is free in between serves nobody else")
+            self.notes.append("a captured step keeps its memory: what is free in between cannot be used otherwise")
         self._runs: dict[_Kind, DryRun] = {}
         self._profiles: dict[_Kind, ActivationProfile] = {}
         self.setting = self._setting(world_size)
 
     @property
     def checkpointing(self) -> tuple[CheckpointingName, ...]:
-        """The ways of checkpointing that the model allows."""
+        """Checkpointing modes that the model supports."""
         try:
             find_layers(self._workload.model, self.config.memory.checkpoint_modules)
         except ConfigError:
@@ -86,17 +86,17 @@ class MemoryPlanner:
         return CHECKPOINTING
 
     def plan(self, setting: Setting | None = None) -> MemoryPlan:
-        """The plan of a setting, from a dry run of its very micro-batch."""
+        """Plan a setting from a dry run with its exact micro-batch."""
         setting = setting or self.setting
         self._run_at(_kind(setting), setting.micro_batch)
         return self.estimate(setting)
 
     def estimate(self, setting: Setting) -> MemoryPlan:
-        """The plan of a setting, from the dry runs at hand."""
+        """Plan a setting from the dry runs made so far."""
         return plan_step(self.shapes, setting, self.profile(setting).at(setting.micro_batch))
 
     def profile(self, setting: Setting) -> ActivationProfile:
-        """Dry runs of the config's micro-batch and of one twice as large."""
+        """Profile activations with dry runs of the config's micro-batch and one twice as large."""
         kind = _kind(setting)
         known = self._profiles.get(kind)
         if known is None or len(known.points) < 2:
@@ -108,7 +108,7 @@ class MemoryPlanner:
     def largest(
         self, setting: Setting, memory_bytes: int, memory_fraction: float, refinements: int = _REFINEMENTS
     ) -> int:
-        """The largest micro-batch that fits; 0 when none does."""
+        """Find the largest micro-batch that fits; 0 if none does."""
         size = largest_micro_batch(setting, memory_bytes, memory_fraction, self.estimate)
         for _ in range(refinements):
             tried = max(size, 1)
@@ -119,11 +119,11 @@ class MemoryPlanner:
         return size
 
     def report(self, memory_bytes: int | None = None, device_name: str | None = None) -> MemoryReport:
-        """Everything for one device size.
+        """Report everything for one device size.
 
         Args:
-            memory_bytes: The device's memory; None: what this machine's device has, if it is of that kind.
-            device_name: What to call it.
+            memory_bytes: The device's memory; None for this machine's device, if it is of that kind.
+            device_name: Name of the device.
         """
         if memory_bytes is None:
             memory_bytes, device_name = detect_memory(self.device)
@@ -159,7 +159,7 @@ class MemoryPlanner:
         )
 
     def changes(self, memory_bytes: int, most: int = 3) -> list[Change]:
-        """The cheapest changes that make the config's setting fit; what a straight line promises is run to be sure."""
+        """Find the cheapest changes that make the config fit, confirming straight-line estimates by a dry run."""
         fraction = self.memory_fraction
 
         def plan_for(setting: Setting) -> MemoryPlan:
@@ -171,7 +171,7 @@ class MemoryPlanner:
 
     @property
     def memory_fraction(self) -> float:
-        """Share of the device that torch may take; a limit for GPUs only."""
+        """Fraction of the device's memory that torch may take; limited on GPUs only."""
         return self.config.gpu.memory_fraction if self.device == "cuda" else 1.0
 
     def _strategies(self) -> tuple[StrategyName, ...]:
@@ -206,7 +206,7 @@ class MemoryPlanner:
         return self._runs[kind]
 
     def _validation_batch(self, micro_batch: int) -> int | None:
-        """As `resolve` decides it for a micro-batch."""
+        """Return the validation batch that `resolve` would choose for a micro-batch."""
         if self._workload.make_validation is None:
             return None
         eval_batch = self.config.data.eval_batch
@@ -239,7 +239,7 @@ class MemoryPlanner:
 
 
 def detect_memory(device: str) -> tuple[int | None, str | None]:
-    """Memory and name of this machine's device of that kind; None where there is none."""
+    """Return memory and name of this machine's device of that kind; None if there is none."""
     if device == "cpu":
         return memory_total_bytes(), "this machine's memory"
     if not torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""Activation checkpointing: layers whose activations are computed again in backward instead of being kept.
+"""Activation checkpointing: layers whose activations are recomputed in backward instead of being kept.
 
-A layer's class is exchanged for a subclass of the same name whose `forward` recomputes. So the module stays the same
-object with the same state dict, and copies, replicas and compiled versions of it recompute too.
+A layer's class is replaced by a subclass of the same name whose `forward` recomputes. The module thus stays the same
+object with the same state dict, and its copies, replicas and compiled versions recompute too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from frameworm.models.blocks import find_repeated_blocks
 
 Mode = Literal["off", "full", "selective"]
 
-# What `selective` keeps: costly to compute, small to hold. All else is recomputed.
+# What `selective` keeps: expensive to compute, small to store. Everything else is recomputed.
 _KEPT = frozenset(
     {
         "aten::mm",
@@ -48,30 +48,31 @@ _made: dict[tuple[type[nn.Module], Mode], type[nn.Module]] = {}
 
 
 def apply_checkpointing(model: nn.Module, memory: MemoryConfig) -> list[nn.Module]:
-    """Does what the `memory` section asks for; see `apply`."""
+    """Apply the checkpointing that the `memory` section asks for; see `apply`."""
     return apply(model, memory.activation_checkpointing, memory.checkpoint_modules)
 
 
 def apply(
     model: nn.Module, mode: Mode, classes: Sequence[str] | None = None, *, whole: bool = False
 ) -> list[nn.Module]:
-    """Makes layers of a model recompute their activations in backward.
+    """Make layers of a model recompute their activations in backward.
 
-    Gradients stay the same to the bit, dropout included. A second call replaces the first; `off` undoes it.
+    Gradients stay bit-identical, including dropout. A second call replaces the first; `off` undoes it.
 
     Args:
-        model: Not compiled or wrapped yet.
-        mode: `full` recomputes whole layers, `selective` all of them but matrix products and attention, `off` nothing.
-        classes: Class names of the modules to recompute. None: the model's `checkpoint_layers`, its ModuleList
+        model: The model, not compiled or wrapped yet.
+        mode: `full` recomputes whole layers, `selective` everything but matrix products and attention, `off` nothing.
+        classes: Class names of the modules to recompute; None for the model's `checkpoint_layers`, its ModuleList
             `layers`, or the blocks it repeats.
-        whole: `selective` leaves operations that do several products at once in one piece. Else layers that have such
-            (`own_kernels`) go without: of one piece all or nothing can be kept.
+        whole: Whether layers keep their fused operations (`own_kernels`) under `selective`. By default these are turned
+            off, because a fused operation can only be kept or recomputed as a whole.
 
     Returns:
         The modules that recompute.
 
     Raises:
-        ConfigError: The model repeats no block, or has no module of a class that was named.
+        ConfigError: If the model repeats no block, has no module of a named class, or a chosen module overrides
+            `forward` on the instance.
     """
     chosen = [] if mode == "off" else find_layers(model, classes)
     for module in chosen:
@@ -93,7 +94,7 @@ def apply(
 
 
 def find_layers(model: nn.Module, classes: Sequence[str] | None = None) -> list[nn.Module]:
-    """The modules to recompute; see `apply`."""
+    """Find the modules to recompute; see `apply`."""
     if classes:
         return _of_classes(model, classes)
     declared = getattr(model, "checkpoint_layers", None)
@@ -120,7 +121,7 @@ def _of_classes(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
                 f"memory.checkpoint_modules: {whose} has no module of a class {name}; {_candidates(model)}"
             )
     chosen: list[nn.Module] = []
-    inside: set[nn.Module] = set()  # modules() names a module before those inside it, which are recomputed with it
+    inside: set[nn.Module] = set()  # modules() yields a module before its submodules, which are recomputed with it
     for module in model.modules():
         if type(module).__name__ in classes and module not in inside:
             chosen.append(module)
@@ -133,7 +134,7 @@ def _unique(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _candidates(model: nn.Module) -> str:
-    """Classes that occur more than once: layers are what a model repeats."""
+    """Describe the classes that occur more than once, which are candidates for layers."""
     inner = [module for module in model.modules() if module is not model]
     nested = Counter(type(module).__name__ for module in inner if any(True for _ in module.children()))
     simple = Counter(type(module).__name__ for module in inner if any(True for _ in module.parameters()))
@@ -145,7 +146,7 @@ def _candidates(model: nn.Module) -> str:
 
 
 def _recomputing(base: type[nn.Module], mode: Mode) -> type[nn.Module]:
-    """The subclass that recomputes; one per class and mode, so that layers stay of one class for the compiler."""
+    """Return the recomputing subclass; one per class and mode, so the compiler sees layers of one class."""
     if (base, mode) not in _made:
         _made[base, mode] = _make_recomputing(base, mode)
     return _made[base, mode]
@@ -172,7 +173,7 @@ def _make_recomputing(base: type[nn.Module], mode: Mode) -> type[nn.Module]:
 
 
 def _restored(base: type[nn.Module], mode: Mode) -> nn.Module:
-    """An empty module, for copies and pickles to fill."""
+    """Create an empty module for copy and pickle to fill."""
     recomputing = _recomputing(base, mode)
     module: nn.Module = recomputing.__new__(recomputing)
     return module

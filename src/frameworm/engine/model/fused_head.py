@@ -1,9 +1,9 @@
-"""Linear head and cross-entropy in one, for any model: the logits are computed only where something else needs them.
+"""Fused linear head and cross-entropy for any model: logits are computed only if something else needs them.
 
-While a run trains, the wide last layer of a model returns `Logits`: a tensor that has the right shape and type but no
+During training, the wide last layer of a model returns `Logits`: a tensor that has the right shape and dtype but no
 values. Operations that select or rearrange rows are applied to the head's input instead. When the logits reach
-`F.cross_entropy`, `models.linear_loss` computes loss and gradients in chunks of tokens.
-Any other operation gets the real logits, with their gradients: that is as the model was written, only not faster.
+`F.cross_entropy`, `models.linear_loss` computes loss and gradients in chunks of tokens. Any other operation gets the
+real logits with their gradients, so it works as the model was written, only no faster.
 """
 
 from __future__ import annotations
@@ -19,21 +19,28 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map
 
 from frameworm.errors import ConfigError, ModelError
 from frameworm.models.linear_loss import summed_cross_entropy
+from frameworm.torch_private.tensors import (
+    is_traceable_wrapper_subclass,
+    make_wrapper,
+    parse_to,
+    schema_of,
+    tree_map,
+    without_subclass_functions,
+)
 
-WIDE = 4096  # outputs from which a layer may be a head; below it logits are small beside the other activations
+WIDE = 4096  # fewest outputs of a head; below, logits are small compared with other activations
 
 
 @dataclass
 class HeadUse:
-    """What became of a head's logits.
+    """What happened to a head's logits.
 
     Attributes:
-        active: Whether its logits are put off; not once the real ones were needed for gradients.
+        name: The head's name in the model.
+        active: Whether its logits are deferred; no longer once gradients needed the real ones.
         fused: Whether a loss was computed without them.
         needed_for: The first operation that needed the real logits.
     """
@@ -45,10 +52,10 @@ class HeadUse:
 
 
 def find_heads(model: nn.Module) -> dict[str, nn.Linear]:
-    """The layers that may score words: wide ones with as many outputs as an embedding has rows, or of unique shape.
+    """Find layers that may score words: wide ones with as many outputs as an embedding has rows, or of unique shape.
 
-    Wide layers of the blocks that a model repeats are neither. Whether a layer found here feeds a cross-entropy shows
-    only when the model runs.
+    This excludes wide layers in repeated blocks. Whether a layer really feeds a cross-entropy shows only when the model
+    runs.
     """
     words = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -65,7 +72,7 @@ def find_heads(model: nn.Module) -> dict[str, nn.Linear]:
 
 @contextlib.contextmanager
 def fused_heads(model: nn.Module, wanted: bool, *, compiled: bool = False) -> Iterator[list[HeadUse]]:
-    """While it lasts, the heads of a model put their logits off in training; as `fuse_heads`."""
+    """Apply `fuse_heads` inside the context if `wanted`."""
     uses = fuse_heads(model, compiled=compiled) if wanted else {}
     try:
         yield list(uses.values())
@@ -75,17 +82,18 @@ def fused_heads(model: nn.Module, wanted: bool, *, compiled: bool = False) -> It
 
 
 def fuse_heads(model: nn.Module, *, compiled: bool = False) -> dict[nn.Linear, HeadUse]:
-    """Let the heads of a model put their logits off in training.
+    """Make a model's heads defer their logits in training.
 
     Args:
-        compiled: The model will be compiled. Logits without values cannot be traced, so the compiled part of the model
-            ends at the head, and what comes after it runs as written.
+        model: The model.
+        compiled: Whether the model will be compiled. Logits without values cannot be traced, so the compiled part then
+            ends at the head, and everything after it runs eagerly.
 
     Returns:
-        The heads, and what becomes of their logits.
+        The heads, with a record of what happens to their logits.
 
     Raises:
-        ConfigError: The model has no head.
+        ConfigError: If the model has no head.
     """
     heads = find_heads(model)
     if not heads:
@@ -95,7 +103,7 @@ def fuse_heads(model: nn.Module, *, compiled: bool = False) -> dict[nn.Linear, H
         )
     uses = {head: HeadUse(name) for name, head in heads.items()}
     put_off = _put_off
-    if compiled:  # to mark a function for the compiler loads the compiler
+    if compiled:  # only then, as marking functions imports the compiler
         put_off = torch.compiler.disable(_put_off)
         Logits.answer = staticmethod(torch.compiler.disable(_answer))
     for head, use in uses.items():
@@ -104,7 +112,7 @@ def fuse_heads(model: nn.Module, *, compiled: bool = False) -> dict[nn.Linear, H
 
 
 def head_notes(uses: Sequence[HeadUse]) -> list[str]:
-    """What a run's notes say of its heads: nothing where losses were computed without logits, as was asked for."""
+    """A run's notes about its heads; none if losses were computed without logits, as asked."""
     if any(use.fused for use in uses):
         return [
             f"training.fused_loss: the logits of {use.name} are also used for {use.needed_for}, so they were computed "
@@ -121,8 +129,8 @@ def head_notes(uses: Sequence[HeadUse]) -> list[str]:
 
 
 def _forward(put_off: Callable[..., Tensor], head: nn.Linear, use: HeadUse, input: Tensor) -> Tensor:
-    """The head's forward; the compiler traces it up to where logits are put off."""
-    inputs = input  # named as nn.Linear names it
+    """The head's forward; the compiler traces it up to the deferred logits."""
+    inputs = input  # nn.Linear's name for the argument
     weight = head.weight
     suits = (
         use.active
@@ -139,7 +147,7 @@ def _forward(put_off: Callable[..., Tensor], head: nn.Linear, use: HeadUse, inpu
 def _put_off(head: nn.Linear, use: HeadUse, inputs: Tensor) -> Tensor:
     given: tuple[Any, Any] = (head.weight, inputs)
     if any(is_traceable_wrapper_subclass(item) for item in given):
-        return nn.Linear.forward(head, inputs)  # sharded or quantised: it knows how to multiply itself
+        return nn.Linear.forward(head, inputs)  # sharded or quantised tensors define their own product
     device_type, dtype = inputs.device.type, inputs.dtype
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -151,8 +159,8 @@ class _Recipe:
     """How logits are computed: `inputs @ weight.T + bias` in `computed`, then cast to `dtype`.
 
     Attributes:
-        classes_second: The classes lie in dimension 1 instead of the last, as torch's losses want them.
-        relatives: How many logits are views of the same.
+        classes_second: Whether the classes are in dimension 1, as torch's losses expect, instead of the last.
+        relatives: How many `Logits` are views of the same logits.
     """
 
     use: HeadUse
@@ -166,14 +174,14 @@ class _Recipe:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the logits."""
+        """Shape of the logits."""
         shape = [*self.inputs.shape[:-1], self.weight.size(0)]
         if self.classes_second:
             shape.insert(1, shape.pop())
         return torch.Size(shape)
 
     def values(self) -> Tensor:
-        """The real logits, as the model would have computed them."""
+        """Compute the real logits as the model would have."""
         with torch.autocast(self.inputs.device.type, enabled=False):
             bias = None if self.bias is None else self.bias.to(self.computed)
             result = F.linear(self.inputs.to(self.computed), self.weight.to(self.computed), bias).to(self.dtype)
@@ -183,7 +191,7 @@ class _Recipe:
 class Logits(Tensor):
     """Logits without values.
 
-    Its place in autograd's graph is real: also code that torch does not let us see, such as DDP's, can follow it.
+    They have a real node in autograd's graph, so code that bypasses `__torch_function__`, such as DDP's, can follow it.
     """
 
     answer: ClassVar[Callable[..., Any]]
@@ -200,11 +208,11 @@ class Logits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Where torch calls operations without asking us: below autograd, which has noted them already."""
+        """Handle operations that bypass `__torch_function__`; autograd has already recorded them."""
         name = function.name().partition("::")[2].partition(".")[0]
-        if function._schema.is_mutable:
+        if schema_of(function).is_mutable:
             raise ModelError(
-                f"training.fused_loss: logits are changed in place ({name}), unseen by it; set it to false"
+                f"training.fused_loss: logits are changed in place by {name}, which it cannot follow; set it to false"
             )
 
         def real(item: Any) -> Any:
@@ -215,7 +223,7 @@ class Logits(Tensor):
         return function(*args, **kwargs)
 
     def real_values(self, operation: str) -> Tensor:
-        """The real logits, which this operation needs; with their gradients where such are wanted."""
+        """Return the real logits for an operation, attached to autograd's graph if gradients are enabled."""
         recipe = self._recipe
         use = recipe.use
         use.needed_for = use.needed_for or operation
@@ -235,13 +243,13 @@ class Logits(Tensor):
 
 
 class _Place(torch.autograd.Function):
-    """Where logits stand in autograd's graph; gradients come this way only from code that never asked for values."""
+    """Autograd node of deferred logits; gradients arrive here only from code that never needed values."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, recipe: _Recipe) -> Tensor:
         ctx.save_for_backward(inputs, weight, bias)
         ctx.computed, ctx.classes_second = recipe.computed, recipe.classes_second
-        made = Tensor._make_wrapper_subclass(Logits, recipe.shape, dtype=recipe.dtype, device=inputs.device)
+        made = make_wrapper(Logits, recipe.shape, recipe.dtype, inputs.device)
         made._recipe, made._real = recipe, None
         return made
 
@@ -265,7 +273,7 @@ def _logits(recipe: _Recipe) -> Tensor:
 
 
 def _answer(function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """What a function of torch gives for logits: new logits, a loss, a description, or what it gives for real ones."""
+    """Apply a torch function to logits: gives new logits, a loss, metadata, or its result for the real logits."""
     if function not in _DESCRIBING:
         first = args[0] if args else named.get("input")
         rule = _RULES.get(function)
@@ -281,14 +289,15 @@ def _answer(function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any
             return item.real_values(name) if isinstance(item, Logits) else item
 
         args, named = tree_map(real, tuple(args)), tree_map(real, dict(named))
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclass_functions():
         return function(*args, **named)
 
 
 Logits.answer = staticmethod(_answer)
 
 
-# What is done to the head's input in place of the logits. A rule returns new logits, a loss, or why it cannot.
+# Rules apply an operation to the head's input instead of the logits. They return new logits, a loss, or why they
+# cannot.
 Outcome = Tensor | str | None
 
 
@@ -315,7 +324,7 @@ def _cross_entropy(
     recipe.use.fused = True
     if reduction == "mean":
         loss = loss / (target != ignore_index).sum()
-    # Under autocast torch computes it in fp32 from any logits.
+    # Under autocast, torch computes the loss in fp32 from logits of any dtype.
     return loss if torch.is_autocast_enabled(recipe.inputs.device.type) else loss.to(recipe.dtype)
 
 
@@ -344,7 +353,7 @@ def _flatten(logits: Logits, start_dim: int = 0, end_dim: int = -1) -> Outcome:
 
 
 def _select_rows(logits: Logits, index: Any) -> Outcome:
-    """Indices that leave the last dimension whole mean the same for the head's input."""
+    """Index the head's input instead, if the index leaves the last dimension whole."""
     recipe = logits._recipe
     items = index if isinstance(index, tuple) else (index,)
     if recipe.classes_second or not items or any(isinstance(item, (list, Logits)) for item in items):
@@ -362,10 +371,9 @@ def _select_rows(logits: Logits, index: Any) -> Outcome:
 def _cast(logits: Logits, *args: Any, **named: Any) -> Outcome:
     recipe = logits._recipe
     try:
-        parsed: Any = torch._C._nn._parse_to(*args, **named)
+        device, dtype, _, memory_format = parse_to(*args, **named)
     except (TypeError, RuntimeError):
         return None  # such as copy=True
-    device, dtype, _, memory_format = parsed
     here = recipe.inputs.device
     stays = device is None or device == here or (device.type == here.type and device.index is None)
     if memory_format is not None or not stays:
@@ -390,7 +398,7 @@ def _detach(logits: Logits) -> Outcome:
 
 
 def _swap(logits: Logits, *dimensions: Any) -> Outcome:
-    """The classes to dimension 1, where torch's losses look for them, or back."""
+    """Move the classes to dimension 1, where torch's losses expect them, or back."""
     if logits.dim() != 3 or not all(isinstance(item, int) for item in dimensions):
         return None
     recipe = logits._recipe
@@ -413,7 +421,7 @@ _RULES: dict[Any, Callable[..., Outcome]] = {
     **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.swapaxes), _swap),
     **dict.fromkeys((Tensor.permute, torch.permute), _permute),
     **dict.fromkeys((Tensor.detach, torch.detach), _detach),
-    getattr(Tensor, "mT").__get__: _swap,  # noqa: B009 - to the type checker it is a tensor
+    getattr(Tensor, "mT").__get__: _swap,  # noqa: B009 - the type checker takes it for a tensor
     Tensor.__getitem__: _select_rows,
     Tensor.contiguous: _as_it_is,
     Tensor.float: _to_float,
@@ -421,7 +429,7 @@ _RULES: dict[Any, Callable[..., Outcome]] = {
 }
 _PROPERTIES = ("shape", "dtype", "device", "requires_grad", "ndim", "layout", "grad_fn", "is_leaf", "is_cuda", "is_cpu")
 _QUESTIONS = ("size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex", "element_size")
-# What can be answered without values.
+# Functions that need no values.
 _DESCRIBING: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in (*_PROPERTIES, "is_meta", "is_sparse", "is_quantized")),
     *(getattr(Tensor, name) for name in (*_QUESTIONS, "__len__", "__hash__", "get_device", "is_contiguous")),

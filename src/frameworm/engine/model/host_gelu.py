@@ -1,9 +1,9 @@
 """GELU on a CPU that keeps its slope from forward for backward.
 
-torch's own computes the same hyperbolic tangent or error function in both directions. Here the slope comes along with
-the value: one sigmoid in place of two tangents, or one error function and one exponential, and else additions and
-products. Whether that is faster depends on the processor, and the numbers differ in their last digits: so it is a
-setting (`training.cpu_gelu`), and one that a search tries.
+torch computes the same tanh or error function in both directions. Here the slope is computed along with the value: one
+sigmoid instead of two tanh, or one error function and one exponential; the rest is additions and products. Whether that
+is faster depends on the processor, and results differ in their last digits, so it is a setting (`training.cpu_gelu`)
+that the tuner tries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DENSITY = 1 / math.sqrt(2 * math.pi)
 
 
 def gelu(layer: nn.GELU, inputs: Tensor) -> Tensor:
-    """What the layer computes."""
+    """Compute the layer's output, keeping the slope where supported."""
     if not _suits(inputs):
         return nn.GELU.forward(layer, inputs)
     kind = _ByTangent if layer.approximate == "tanh" else _ByErrorFunction
@@ -32,7 +32,7 @@ def gelu(layer: nn.GELU, inputs: Tensor) -> Tensor:
 
 
 def _suits(inputs: Tensor) -> bool:
-    """Whether there will be a backward, on a CPU and in full precision; the compiler does such things itself."""
+    """Whether the slope will be needed, on a CPU in fp32; compiled code is left to the compiler."""
     return (
         not torch.compiler.is_compiling()
         and type(inputs) is Tensor
@@ -46,9 +46,9 @@ def _suits(inputs: Tensor) -> bool:
 class _KeptSlope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """The slope was computed in forward; how it changes itself was not."""
+        """Multiply by the slope that forward computed; its own derivative is unknown."""
         if torch.is_grad_enabled():
-            raise ModelError("gradients of gradients are asked for: leave training.cpu_gelu at torch")
+            raise ModelError("second derivatives are needed: leave training.cpu_gelu at torch")
         slope: Tensor = ctx.saved_tensors[0]
         return gradients[0] * slope
 
@@ -68,7 +68,7 @@ class _ByTangent(_KeptSlope):
 class _ByErrorFunction(_KeptSlope):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor) -> Tensor:
-        """x times the normal distribution up to x; its slope is that share and x times the density."""
+        """x times the normal CDF at x; its slope is the CDF plus x times the density."""
         share = inputs.mul(math.sqrt(0.5)).erf_().mul_(0.5).add_(0.5)
         result = inputs * share
         density = torch.mul(inputs, inputs).mul_(-0.5).exp_()

@@ -1,8 +1,8 @@
-"""Finds what a loss function holds that learns or remembers: modules and parameters that are no part of the model.
+"""Find the modules and parameters that a loss function holds and that are not part of the model.
 
 A loss may be a module, a function that reads one from its closure, its defaults or the globals of its file, a
-`functools.partial`, a bound method, or an object with `__call__`. What the optimizer holds beside the model is trained
-in any case, also where nothing here finds who uses it.
+`functools.partial`, a bound method, or an object with `__call__`. Parameters that the optimizer holds in addition to
+the model's are always trained, even if the search does not find what uses them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _LOOKED_INTO = (nn.Module, Tensor, functools.partial, MethodType, list, tuple, s
 def find_beside(
     model: nn.Module, loss_fn: Callable[..., Any] | None, optimizer: torch.optim.Optimizer | None = None
 ) -> Beside:
-    """What trains beside the model.
+    """Find what trains beside the model.
 
     Raises:
-        ModelError: The optimizer holds no parameter of the model, and none of the loss.
+        ModelError: If the optimizer holds no parameter of the model and none of the loss.
     """
     search = _Search(model)
     if loss_fn is not None:
@@ -42,7 +42,7 @@ def find_beside(
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     known = {id(item) for item in (*model.parameters(), *found.parameters.values())}
     if not any(id(item) in known for item in held):
-        check_trainable(model, found.parameters.values())  # the better reason, if there is one
+        check_trainable(model, found.parameters.values())  # raises a more specific error if it can
         raise ModelError(
             "the optimizer holds no parameter of this model (or of loss_fn), so nothing would be trained; build it "
             "from this model: AdamW(model.parameters())"
@@ -52,7 +52,7 @@ def find_beside(
 
 
 def untrained_note(model: nn.Module, beside: Beside, optimizer: torch.optim.Optimizer) -> str | None:
-    """What the summary says of parameters that could be trained, but are not in the optimizer."""
+    """What the summary says about trainable parameters that the optimizer does not hold."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     both = (*model.named_parameters(), *beside.parameters.items())
     left_out = [name for name, item in both if item.requires_grad and id(item) not in held]
@@ -63,7 +63,7 @@ def untrained_note(model: nn.Module, beside: Beside, optimizer: torch.optim.Opti
 
 
 class _Search:
-    """Walks through what a function can reach, as far as a loss is usually written."""
+    """Walks the objects that a function can reach, as deep as losses are usually written."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: dict[str, nn.Module] = {}
@@ -71,7 +71,7 @@ class _Search:
         self._seen: set[int] = {id(module) for module in model.modules()} | {id(item) for item in model.parameters()}
 
     def visit(self, place: str, item: Any, depth: int) -> None:
-        """Look at one thing, and at what it holds."""
+        """Visit one object and what it holds."""
         if id(item) in self._seen or depth == 0:
             return
         self._seen.add(id(item))
@@ -92,7 +92,7 @@ class _Search:
 
 
 def _held_by(item: Any) -> Iterator[tuple[str, Any]]:
-    """What a function, or something that is called like one, can reach, by name."""
+    """Yield what a function, or another callable, can reach, by name."""
     if isinstance(item, functools.partial):
         yield "", item.func
         yield from ((f"args-{place}", value) for place, value in enumerate(item.args))
@@ -117,7 +117,7 @@ def _held_by(item: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_called(item: Any) -> bool:
-    """Whether it is an object that is called like a function."""
+    """Whether the item is an object with `__call__`."""
     return callable(item) and not isinstance(item, (type, FunctionType, MethodType, BuiltinFunctionType))
 
 
@@ -134,12 +134,12 @@ def _held_by_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     names = set(_names_in(function.__code__))
     for name, value in _reached(function, names):
         if isinstance(value, FunctionType):
-            # Functions of the same file may read more; those of libraries do not know the user's modules.
+            # Functions of the same file may read more; library functions do not refer to the user's modules.
             if value.__globals__ is function.__globals__:
                 yield name, value
         elif isinstance(value, _LOOKED_INTO) or _is_called(value):
             yield name, value
-        else:  # a module of Python's or a plain object: only what the function names
+        else:  # a Python module or a plain object: only the attributes that the function names
             held = getattr(value, "__dict__", {})
             yield from ((f"{name}.{part}", held[part]) for part in sorted(names & held.keys()))
 
@@ -149,7 +149,7 @@ def _reached(function: FunctionType, names: set[str]) -> Iterator[tuple[str, Any
         try:
             yield name, cell.cell_contents
         except ValueError:
-            continue  # not filled yet
+            continue  # an empty cell
     if hasattr(function, "__wrapped__"):
         yield "", function.__wrapped__
     arguments = function.__code__.co_varnames[: function.__code__.co_argcount]

@@ -1,4 +1,4 @@
-"""Training and evaluation mode, module by module: what the user has put into evaluation mode stays there."""
+"""Training and evaluation mode per module: modules that the user put into evaluation mode stay there."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _MOST_NAMED = 3
 
 
 def modes_of(modules: Iterable[nn.Module]) -> Modes:
-    """The mode of every part, outer ones first."""
+    """Return the mode of every submodule, outer ones first."""
     return [(part, part.training) for module in modules for part in module.modules()]
 
 
 def restore_modes(modes: Modes) -> None:
-    """Bring every part back to its mode, by `train()`, which some modules override."""
+    """Restore the mode of every submodule through `train()`, which some modules override."""
     for module, training in modes:
         if module.training != training:
-            module.train(training)  # also what is inside of it, which comes later in the list
+            module.train(training)  # also sets the modules inside, which come later in the list
 
 
 def start_evaluation(modules: Iterable[nn.Module]) -> Modes:
-    """Put modules into evaluation mode; returns what `restore_modes` needs afterwards."""
+    """Put modules into evaluation mode and return their modes for `restore_modes`."""
     modules = list(modules)
     before = modes_of(modules)
     for module in modules:
@@ -32,10 +32,10 @@ def start_evaluation(modules: Iterable[nn.Module]) -> Modes:
 
 
 class TrainingMode:
-    """Keeps a model in the mode to train in.
+    """Keeps a model in the mode in which it trains.
 
-    A model that is in training mode trains as it is, with those of its layers in evaluation mode that the user has put
-    there. One that is in evaluation mode as a whole is put into training mode as a whole.
+    A model in training mode trains as it is, including any layers that the user put into evaluation mode. A model in
+    evaluation mode is put into training mode as a whole.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,7 +53,7 @@ class TrainingMode:
 
     @staticmethod
     def note(model: nn.Module) -> str | None:
-        """What the summary says of layers that train in evaluation mode."""
+        """What the summary says about layers that stay in evaluation mode during training."""
         quiet = [name for name, part in model.named_modules() if not part.training]
         if not model.training or not quiet:
             return None

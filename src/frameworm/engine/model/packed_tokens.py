@@ -1,4 +1,4 @@
-"""Hidden states of padded batches, gathered into one row of real tokens and scattered back."""
+"""Gather hidden states of padded batches into one row of real tokens, and scatter them back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TokenPlan(NamedTuple):
 
 
 def packed(item: Any, plan: TokenPlan) -> Any:
-    """Whatever a block is given, with everything that is there per token in one row of real tokens."""
+    """Pack a block's inputs: everything that exists per token becomes one row of real tokens."""
     if isinstance(item, Tensor):
         if item.shape[:2] == (plan.rows, plan.width):
             row = item.flatten(0, 1).unsqueeze(0)
@@ -34,7 +34,7 @@ def packed(item: Any, plan: TokenPlan) -> Any:
 
 
 def unpacked(item: Any, plan: TokenPlan) -> Any:
-    """What a block returns, in rows of samples; padding is zero."""
+    """Unpack a block's outputs into one row per sample; padding is zero."""
     if isinstance(item, Tensor):
         if item.shape[:2] != (1, plan.places.shape[0]):
             return item
@@ -43,21 +43,21 @@ def unpacked(item: Any, plan: TokenPlan) -> Any:
 
 
 class _Moved(torch.autograd.Function):
-    """Tokens taken from where `there` says, zero beyond the last; gradients are taken back by `back`.
+    """Gather tokens by the indices `there` (zero beyond the last) and their gradients by `back`.
 
-    Each token goes to one place at most, so both ways are a gather: torch's own gradient would add up with atomics.
-    What comes out is no view, as what blocks give each other: the compiler tells them apart.
+    Each token goes to at most one place, so both directions are a gather; torch's own gradient would sum with atomics.
+    The result is not a view, like other blocks' outputs, which the compiler distinguishes from views.
     """
 
     @staticmethod
     def forward(ctx: Any, row: Tensor, there: Tensor, back: Tensor) -> Tensor:
-        """Take the tokens."""
+        """Gather the tokens."""
         ctx.save_for_backward(back)
         return _taken(row, there)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Each token's gradient from the place where it went."""
+        """Gather each token's gradient from where the token went."""
         return _taken(gradient, ctx.saved_tensors[0]), None, None
 
 

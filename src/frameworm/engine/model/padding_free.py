@@ -1,16 +1,16 @@
-"""Attention of Hugging Face models as a run needs it: without padding, and without making the host wait.
+"""Attention of Hugging Face models without padding and without host synchronization.
 
-transformers lets a model compute attention, and make masks, by functions that are registered under a name. Ours are
-registered when a run needs them, the model is switched to them while the run lasts, and back when it ends.
+transformers lets a model compute attention and masks with functions registered under a name. Ours are registered when a
+run needs them; the model is switched to them for the run and back when it ends.
 
-- A captured step must not ask the device whether a mask hides anything, as transformers does to leave masks out. Our
-  mask is always made.
+- A captured step must not check on the host whether a mask hides anything, as transformers does to leave masks out. Our
+mask is always created.
 - `gpu.padding_free`: before the first of the blocks that a model repeats, hidden states [B, W, ...] are gathered into
-  one row [1, T, ...] of real tokens (`data.batches.real_tokens`), and scattered back after the last. Between them all
-  is done token by token but attention, which is told where each sample ends.
+one row [1, T, ...] of real tokens (`data.batches.real_tokens`), and scattered back after the last. Everything in
+between works per token except attention, which is given the boundaries of the samples.
 
-The first batch is computed both ways before anything is trained. A model that gives another loss, or whose loss depends
-on what its blocks make of padding, is refused.
+The first batch is computed both ways before training. A model is refused if its loss differs, or depends on what its
+blocks return for padding.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ from frameworm.models.attention import varlen_attention
 from frameworm.models.blocks import find_repeated_blocks
 from frameworm.numerics.dropout import dropout_is_off
 from frameworm.numerics.randomness import random_state, restore_random_state
+from frameworm.torch_private.compiler import mark_varying
+from frameworm.torch_private.modules import compiled_call, set_compiled_call
 
 NAME = "frameworm"
 _SETTING = "_attn_implementation_internal"
 _UNPACKS, _INNER = "_frameworm_unpacks", "_frameworm_inner"
 _PADDING_COUNTS = (
-    "its loss depends on what its blocks make of padding, as with targets of padding that are not -100, or where a "
+    "its loss depends on what its blocks return for padding, as with targets of padding that are not -100, or where a "
     "sample is judged by a token that is padding"
 )
 _NOT_OFFERED = ("softcap", "s_aux", "position_bias", "head_mask")
-# By how much two losses may differ that are computed in different orders, relative to the loss.
+# Relative tolerance between losses computed in different orders.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 _COARSE_TOLERANCE = 0.02
 
@@ -53,15 +55,15 @@ class _RefusalError(Exception):
     """Why a model cannot go without padding."""
 
 
-# Every call of a block: the block, the tensors it was given, and those that it returned.
+# Per call of a block: the block, its input tensors and its output tensors.
 _Calls = list[tuple[nn.Module, list[Tensor], list[Tensor]]]
 
 
 class _State:
-    """What the functions that transformers calls must know of the batch at hand."""
+    """What the functions that transformers calls need to know about the current batch."""
 
     plan: TokenPlan | None = None
-    adds_mask = False  # where a batch has none, so that nobody looks for packed sequences in its positions
+    adds_mask = False  # to batches without one, or transformers looks for packed sequences in their positions
     added = False
     calls: list[nn.Module] | None = None
     seen: _Calls | None = None
@@ -71,7 +73,7 @@ _state = _State()
 
 
 def take_plan(batch: Any) -> Any:
-    """The batch as the model takes it; where its real tokens are is kept for the model's attention and blocks."""
+    """Remove the plan from a batch and keep it for the model's attention and blocks; return the model's input."""
     _state.plan = None
     if not isinstance(batch, Mapping):
         return batch
@@ -89,12 +91,12 @@ def take_plan(batch: Any) -> Any:
 
 
 def is_planned(batch: Any) -> bool:
-    """Whether a batch brings along where its real tokens are."""
+    """Whether a batch includes a plan of its real tokens."""
     return isinstance(batch, Mapping) and PLAN in batch
 
 
 def switchable(model: nn.Module) -> list[nn.Module]:
-    """The outermost parts of a model that let their attention be chosen."""
+    """Return the outermost submodules whose attention implementation can be set."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -105,18 +107,18 @@ def switchable(model: nn.Module) -> list[nn.Module]:
 
 
 def widest_input(model: nn.Module) -> int | None:
-    """The most tokens of a sample that a model has positions for; None where it does not say."""
+    """Return the most positions that a model supports per sample; None if it does not say."""
     limits = [getattr(getattr(part, "config", None), "max_position_embeddings", None) for part in switchable(model)]
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
 class ModelAttention:
-    """While it is entered, a model's attention is ours; afterwards everything is as it was.
+    """Context that switches a model to our attention and restores it on exit.
 
     Args:
         model: Placed and wrapped, but not called yet.
-        planner: Plans the batches of a run without padding; None: batches stay padded.
-        captured: The step is recorded, so nothing may wait for the device.
+        planner: Plans the batches of a run without padding; None if batches stay padded.
+        captured: Whether the step is captured, so that nothing may wait for the device.
 
     Attributes:
         note: What was changed, for the summary.
@@ -137,13 +139,13 @@ class ModelAttention:
             return self._planner.note
         if not self._switched:
             return None
-        return "attention masks were made without asking the device for values, so that the step could be captured"
+        return "attention masks were made without reading values from the device, so that the step could be captured"
 
     def __enter__(self) -> ModelAttention:
         if self._planner is not None:
             self._switch(switchable(self._model))
         elif self._captured:
-            # Other implementations than sdpa make their masks without looking, or cannot be replaced by it.
+            # Implementations other than sdpa create masks without reading values, or sdpa cannot replace them.
             self._switch([part for part in switchable(self._model) if _chosen(part) == "sdpa"])
         _state.adds_mask = self._switched and self._planner is None
         return self
@@ -154,14 +156,14 @@ class ModelAttention:
         self._restore()
 
     def check(self, batch: Any, compute: Callable[[Any], Tensor]) -> None:
-        """Compute the first batch padded and without padding, and put the blocks' changes in place.
+        """Patch the blocks, and compare the first batch's loss with and without padding.
 
         Args:
-            batch: With its plan.
-            compute: The loss of a batch by the unwrapped model.
+            batch: The batch with its plan.
+            compute: Computes the loss of a batch with the unwrapped model.
 
         Raises:
-            ConfigError: The model cannot go without padding; the message says why.
+            ConfigError: If the model cannot run without padding; the message says why.
         """
         assert self._planner is not None
         assert self._planner.first_width is not None
@@ -171,10 +173,10 @@ class ModelAttention:
         if not blocks:
             raise ConfigError(_refused("it repeats no block"))
         for block in blocks:
-            self._blocks.append((block, type(block), block._compiled_call_impl))
-            # Compiled is what lies between: packing in the first block would be another graph than in the others.
+            self._blocks.append((block, type(block), compiled_call(block)))
+            # Compile only the inner part: packing would give the first block a different graph from the others.
             vars(block)[_INNER] = compiled_around(block, MethodType(type(block).forward, block))
-            block._compiled_call_impl = None
+            set_compiled_call(block, None)
             block.__class__ = _packing(type(block))
         reason = ""
         with _as_it_is(self._model, batch[MASK].device):
@@ -193,7 +195,7 @@ class ModelAttention:
                 try:
                     with torch.no_grad():
                         found = compute(batch)
-                except Exception as error:  # whatever a model does that needs its tokens in rows
+                except Exception as error:  # any operation of the model that needs one row per sample
                     text = str(error).strip().partition("\n")[0]
                     reason = text if isinstance(error, _RefusalError) else f"{type(error).__name__}: {text}"
                     continue
@@ -208,7 +210,7 @@ class ModelAttention:
         raise ConfigError(_refused(reason))
 
     def _observe(self, batch: Any, compute: Callable[[Any], Tensor]) -> tuple[Tensor, _Calls]:
-        """The loss of the padded batch, and the calls of the blocks; its gradient goes back to their outputs."""
+        """Return the loss of the padded batch, differentiable down to the blocks' outputs, and the blocks' calls."""
         _state.seen = []
         try:
             with torch.enable_grad():
@@ -219,7 +221,7 @@ class ModelAttention:
             _state.seen = None
 
     def _switch(self, parts: list[nn.Module]) -> None:
-        """Let parts of the model compute attention by our functions."""
+        """Switch submodules to our attention functions."""
         if not parts:
             return
         _register()
@@ -237,7 +239,7 @@ class ModelAttention:
             setattr(config, _SETTING, chosen)
         for block, kind, compiled in self._blocks:
             block.__class__ = kind
-            block._compiled_call_impl = compiled
+            set_compiled_call(block, compiled)
             for name in (_UNPACKS, _INNER):
                 vars(block).pop(name, None)
         self._configs, self._blocks = [], []
@@ -252,7 +254,7 @@ def _chosen(part: nn.Module) -> Any:
 
 
 def _configs_of(parts: list[nn.Module]) -> list[Any]:
-    """Every config object that says how attention is computed, those inside of others too."""
+    """Find every config object that selects an attention implementation, including nested ones."""
     found: dict[int, Any] = {}
     waiting = [getattr(module, "config", None) for part in parts for module in part.modules()]
     while waiting:
@@ -265,12 +267,12 @@ def _configs_of(parts: list[nn.Module]) -> list[Any]:
 
 @contextlib.contextmanager
 def _as_it_is(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside it the model computes in its own precision, eagerly, without dropout, and nothing of it changes."""
-    # Parts in different precisions may only go together under autocast.
+    """Run the model eagerly, in its own precision and without dropout, and leave its state unchanged."""
+    # A model with mixed dtypes may only work under autocast.
     mixed = len({item.dtype for item in model.parameters() if item.is_floating_point()}) > 1
     plain = contextlib.nullcontext() if mixed else torch.autocast(device.type, enabled=False)
     modes, random = start_evaluation([model]), random_state(device)
-    compiled = any(module._compiled_call_impl is not None or vars(module).get(_INNER) for module in model.modules())
+    compiled = any(compiled_call(module) is not None or vars(module).get(_INNER) for module in model.modules())
     stance = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     try:
         with plain, allow_tf32(False), stance:
@@ -281,7 +283,7 @@ def _as_it_is(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _counts_padding(loss: Tensor, outputs: list[Tensor], mask: Tensor) -> bool:
-    """Whether a loss depends on what a block returns for padding."""
+    """Whether the loss depends on what a block returns for padding."""
     leaves = [item for item in outputs if item.requires_grad]
     if not leaves or not loss.requires_grad:
         return False
@@ -290,7 +292,7 @@ def _counts_padding(loss: Tensor, outputs: list[Tensor], mask: Tensor) -> bool:
 
 
 def _chain_ends(seen: _Calls) -> set[nn.Module]:
-    """The blocks whose output does not go straight into the next one, or that are called more than once."""
+    """Find the blocks whose output does not feed the next one directly, or that are called more than once."""
     ends = set()
     called: set[nn.Module] = set()
     for place, (block, _, outputs) in enumerate(seen):
@@ -306,7 +308,7 @@ _made: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _packing(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a block's class that takes padded or packed tokens, and computes on packed ones."""
+    """Return a subclass of a block's class that accepts padded or packed tokens and computes on packed ones."""
     if base in _made:
         return _made[base]
 
@@ -326,7 +328,7 @@ def _packing(base: type[nn.Module]) -> type[nn.Module]:
         else:
             for item in _tensors(args) + _tensors(kwargs):
                 if item.shape[:2] == (1, plan.places.shape[0]):
-                    torch._dynamo.maybe_mark_dynamic(item, 1)  # one graph for all capacities, from the first on
+                    mark_varying(item, 1)  # one graph for all capacities
             result = inner(*args, **kwargs)
         return unpacked(result, plan) if getattr(self, _UNPACKS) else result
 
@@ -343,14 +345,14 @@ def _tensors(item: Any) -> list[Tensor]:
 
 
 def _leaves(item: Any) -> Any:
-    """What a block returned, as the beginning of a graph."""
+    """Detach a block's output and make it a leaf of a new graph."""
     if isinstance(item, Tensor):
         return item.detach().requires_grad_(item.is_floating_point())
     return changed_parts(item, _leaves)
 
 
 def _register() -> None:
-    """Make our functions known to transformers, which the model's own code has imported."""
+    """Register our functions with transformers, which the model's own code has already imported."""
     from transformers import AttentionInterface  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     AttentionInterface.register(NAME, attend)
@@ -360,11 +362,11 @@ def _register() -> None:
 
 
 def make_mask(*args: Any, **given: Any) -> Any:
-    """The mask of a batch, made as for torch's attention but without looking at values; None without padding.
+    """Create a batch's mask as for torch's attention, but without reading values; None if no mask is needed.
 
     Args:
-        *args: As transformers calls such functions.
-        **given: Likewise.
+        *args: Passed by transformers.
+        **given: Passed by transformers.
     """
     from transformers import masking_utils  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
@@ -372,14 +374,14 @@ def make_mask(*args: Any, **given: Any) -> Any:
     if plan is not None:
         window = given.get("local_size")
         if given.get("use_vmap"):
-            raise _RefusalError("it has an attention mask of its own kind")
+            raise _RefusalError("it uses an attention mask of its own")
         if window is not None and window < plan.width and window != getattr(given["config"], "sliding_window", None):
-            raise _RefusalError("its attention is local in another way than by a sliding window")
+            raise _RefusalError("its attention is local, but not by a sliding window")
         return None
     if _state.added:
         given[MASK] = None
-    # transformers decides otherwise while a model is compiled or captured: the flash kernels would be lost, or what was
-    # compiled not fit.
+    # transformers decides differently while a model is compiled or captured: flash kernels would be lost, or compiled
+    # code would not fit.
     if given.get(MASK) is None and _is_plain(masking_utils, given):
         return None
     given.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
@@ -387,7 +389,7 @@ def make_mask(*args: Any, **given: Any) -> Any:
 
 
 def _is_plain(masking_utils: Any, given: Mapping[str, Any]) -> bool:
-    """Whether a mask says no more than that attention is causal, or that there is none to hide."""
+    """Whether the mask would only say that attention is causal, or would hide nothing."""
     function, window = given.get("mask_function"), given.get("local_size")
     length, seen = given.get("q_length"), given.get("kv_length")
     if length is None or seen is None or (window is not None and seen >= window):
@@ -411,17 +413,19 @@ def attend(
     sliding_window: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a layer of transformers: of packed tokens by sample, else by torch's attention.
+    """Compute a transformers layer's attention: per sample for packed tokens, else with torch's attention.
 
     Args:
         module: The layer.
-        query: [samples, heads, tokens, width of a head]; `key` and `value` likewise, perhaps with fewer heads.
-        attention_mask: As `make_mask` made it.
-        dropout: Share of the weights to drop.
-        scaling: Of the scores.
-        is_causal: Overrides what the layer says.
-        sliding_window: Tokens that a token sees at most, to one side.
-        **more: What some models have beside these.
+        query: [samples, heads, tokens, head width].
+        key: As `query`, possibly with fewer heads.
+        value: As `key`.
+        attention_mask: The mask from `make_mask`.
+        dropout: Probability of dropping an attention weight.
+        scaling: Factor on the scores.
+        is_causal: Overrides the layer's own setting.
+        sliding_window: How many tokens to one side a token can see.
+        **more: Further arguments of some models.
     """
     plan = _state.plan
     unusual = next((name for name in _NOT_OFFERED if more.get(name) is not None), None)
@@ -435,7 +439,7 @@ def attend(
         more.update(dropout=dropout, scaling=scaling, is_causal=is_causal, sliding_window=sliding_window)
         result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **more)
         return result
-    if not torch.compiler.is_compiling():  # then the first batch was looked at, and sizes would become conditions
+    if not torch.compiler.is_compiling():  # by then the first batch was checked, and sizes would become guards
         tokens = plan.places.shape[0]
         if query.shape[0] != 1 or query.shape[2] != tokens or key.shape[2] != tokens:
             raise _RefusalError(
@@ -444,7 +448,7 @@ def attend(
         if _state.calls is not None:
             _state.calls.append(module)
     kind = query.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype  # as torch's own does
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype  # like torch's own
     query, key, value = (item.squeeze(0).transpose(0, 1).to(dtype).contiguous() for item in (query, key, value))
     mixed = varlen_attention(
         query,

@@ -1,4 +1,4 @@
-"""In which numbers the forward pass computes, and whether gradients need scaling."""
+"""Mixed precision of the forward pass, gradient scaling and torch's backend flags."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from frameworm.errors import DeviceError
 from frameworm.hardware.devices import supports_bf16
 from frameworm.launch.environment import ask_for_deterministic_cublas
 from frameworm.models.causal_attention import ask_for_others
+from frameworm.torch_private.execution import attention_order, set_attention_order
+from frameworm.torch_private.optimizers import loss_scale
 
-_ATTENTION_ORDER = tuple(torch._C._get_sdp_priority_order())
+_ATTENTION_ORDER = tuple(attention_order())
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """`off` (fp32), `bf16`, or `fp16` with a loss scale that adapts."""
+    """`off` (fp32), `bf16`, or `fp16` with a dynamic loss scale."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         if name == "auto":
@@ -34,17 +36,17 @@ class Precision:
         self.autocast: AbstractContextManager[Any] = contextlib.nullcontext()
         self.scaler: torch.amp.GradScaler | None = None
         if name != "off":
-            # One object serves every step: making one anew costs as much as a small kernel.
+            # One object serves every step: creating one takes as long as a small kernel.
             self.autocast = torch.autocast(device.type, dtype=_DTYPES[name])
         if name == "fp16":
             self.scaler = torch.amp.GradScaler(device.type)
 
     def loss_scale(self) -> torch.Tensor | None:
-        """What losses are multiplied with, on the device; None where they are not, or not yet."""
-        return None if self.scaler is None else self.scaler._scale
+        """Return the loss scale, on the device; None if there is none (yet)."""
+        return None if self.scaler is None else loss_scale(self.scaler)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the loss scale; empty when there is none."""
+        """Return the state of the loss scale; empty if there is none."""
         return {} if self.scaler is None else dict(self.scaler.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -56,10 +58,10 @@ class Precision:
 def wants_channels_last(
     asked: bool | str, model: nn.Module, precision: Precision, device: torch.device, *, compiled: bool
 ) -> bool:
-    """Whether images should lie with their channels last: the half-precision convolutions of GPUs are made for that.
+    """Whether images should be channels-last, the layout that half-precision convolutions on GPUs are made for.
 
-    It is enough to change the weights; cuDNN's results follow them. The compiler chooses a layout by itself
-    and would have to keep to the one it is given, which may be the slower one.
+    Changing the weights is enough; cuDNN's results follow them. The compiler chooses a layout by itself, and imposing
+    one on it may be slower.
     """
     if asked != "auto":
         return bool(asked)
@@ -69,10 +71,10 @@ def wants_channels_last(
 
 
 def apply_backend_flags(*, tf32: bool, benchmark: bool, deterministic: bool, flash_attention: bool | str) -> None:
-    """Set torch's global switches for a run; deterministic mode wins over the faster choices."""
+    """Set torch's global switches for a run; deterministic mode overrides the faster choices."""
     if deterministic:
         ask_for_deterministic_cublas()
-    if deterministic or torch.are_deterministic_algorithms_enabled():  # it loads the compiler to tell it, too
+    if deterministic or torch.are_deterministic_algorithms_enabled():  # setting it imports the compiler
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = benchmark and not deterministic
@@ -87,7 +89,7 @@ def apply_backend_flags(*, tf32: bool, benchmark: bool, deterministic: bool, fla
 
 @contextlib.contextmanager
 def backend_flags_kept() -> Iterator[None]:
-    """Put torch's global switches back afterwards: what a run asks for ends with it."""
+    """Restore torch's global switches on exit, so that a run's settings end with it."""
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn
     switches = cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32
@@ -95,7 +97,7 @@ def backend_flags_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        if deterministic[0] != torch.are_deterministic_algorithms_enabled():  # it loads the compiler to tell it, too
+        if deterministic[0] != torch.are_deterministic_algorithms_enabled():  # setting it imports the compiler
             torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Please use the new API settings", category=UserWarning)
@@ -106,7 +108,7 @@ def backend_flags_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def allow_tf32(allowed: bool) -> Iterator[None]:
-    """Inside it products of fp32 numbers may be computed in TF32, or may not."""
+    """Allow or forbid TF32 for fp32 matrix products inside the context."""
     with backend_flags_kept(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Please use the new API settings", category=UserWarning)
         torch.set_float32_matmul_precision("high" if allowed else "highest")
@@ -115,12 +117,12 @@ def allow_tf32(allowed: bool) -> Iterator[None]:
 
 
 def prefer_cudnn_attention(preferred: bool) -> None:
-    """Put cuDNN first among the kernels for attention, before our own, or back where torch has it.
+    """Give cuDNN the highest priority among attention kernels, above our own, or restore torch's order.
 
-    cuDNN plans each new shape for some tenths of a second, which is why it is not first by itself. torch's public way
-    is a context manager, and a run's kernels are chosen wherever the model is traced or called.
+    cuDNN takes some tenths of a second to plan each new shape, so it is not the default. torch's public API is a
+    context manager, which would not cover every place where a run's model is traced or called.
     """
     cudnn = int(SDPBackend.CUDNN_ATTENTION)  # type: ignore[call-overload]
     preferring = [cudnn, *(backend for backend in _ATTENTION_ORDER if backend != cudnn)]
-    torch._C._set_sdp_priority_order(preferring if preferred else list(_ATTENTION_ORDER))
+    set_attention_order(preferring if preferred else _ATTENTION_ORDER)
     ask_for_others(preferred)

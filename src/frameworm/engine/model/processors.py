@@ -1,4 +1,4 @@
-"""Threads and cores of a process on the host."""
+"""Threads, cores and CPU kernels of a training process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from frameworm.errors import ConfigError
 
 log = logging.getLogger("frameworm")
 
-# How long a thread may keep Python from the others: the usual 5 ms are many steps of a small model on a GPU. A choice,
-# not a measurement.
+# How long a thread may hold the GIL: the default of 5 ms is many steps of a small model on a GPU. Chosen, not measured.
 TURN_S = 2e-4
 
 
 def apply_processors(training: TrainingConfig, local_rank: int, local_world_size: int) -> None:
-    """Bind the process to its cores, set torch's threads and choose its products, as far as the config asks for it."""
+    """Bind the process to its cores, set torch's thread counts and turn oneDNN on or off, as the config asks."""
     if training.cpu_affinity and local_world_size > 1:
         bind_to_share(local_rank, local_world_size)
     if training.cpu_threads != "auto":
@@ -34,14 +33,13 @@ def apply_processors(training: TrainingConfig, local_rank: int, local_world_size
     interop = training.cpu_interop_threads
     if interop != "auto" and torch.get_num_interop_threads() != interop:
         _set_interop_threads(interop)
-    # torch's public way is a context manager.
-    torch._C._set_mkldnn_enabled(_onednn_at_first() and training.cpu_onednn is not False)
+    torch.backends.mkldnn.enabled = _onednn_at_first() and training.cpu_onednn is not False  # type: ignore[assignment]
 
 
 def _set_interop_threads(count: int) -> None:
     try:
         torch.set_num_interop_threads(count)
-    except RuntimeError:  # torch takes one value per process, before the first thread starts
+    except RuntimeError:  # torch accepts one value per process, before the first thread starts
         raise ConfigError(
             f"training.cpu_interop_threads: {count} comes too late, torch has fixed {torch.get_num_interop_threads()} "
             f"for this process; call torch.set_num_interop_threads({count}) at the top of the script, or leave it auto"
@@ -50,8 +48,8 @@ def _set_interop_threads(count: int) -> None:
 
 @contextmanager
 def host_layers(model: nn.Module, training: TrainingConfig) -> Iterator[None]:
-    """While it lasts, layers compute on the host as the config says: products without oneDNN, GELU with its slope."""
-    # Not by hooks: a module that has any is called in a way that takes longer than a small product.
+    """Apply the config's CPU settings to layers: Linear without oneDNN, GELU that keeps its slope."""
+    # Not with hooks: calling a module that has any takes longer than a small matrix product.
     found: list[tuple[nn.Module, Any]] = []
     for module in model.modules():
         own = vars(module).get("forward")
@@ -72,7 +70,7 @@ def host_layers(model: nn.Module, training: TrainingConfig) -> Iterator[None]:
 
 @contextmanager
 def quick_turns() -> Iterator[None]:
-    """While it lasts, threads that help training along (looks, checkpoints, the next epoch) soon let it in again."""
+    """Shorten Python's thread switch interval, so helper threads (samples, checkpoints) soon yield to training."""
     usual_s = sys.getswitchinterval()
     if usual_s <= TURN_S:
         yield
@@ -84,23 +82,23 @@ def quick_turns() -> Iterator[None]:
         sys.setswitchinterval(usual_s)
 
 
-def share_of(cores: list[int], index: int, count: int) -> list[int]:
-    """One of `count` nearly equal stretches of the cores; empty where there are fewer cores than that."""
+def cores_of_rank(cores: list[int], index: int, count: int) -> list[int]:
+    """Return one of `count` nearly equal slices of the cores; empty if there are fewer than `count` cores."""
     if len(cores) < count:
         return []
     return cores[index * len(cores) // count : (index + 1) * len(cores) // count]
 
 
 def bind_to_share(local_rank: int, local_world_size: int) -> None:
-    """Bind all threads of this process, and what they start, to its share of the cores."""
+    """Bind this process's threads, and all that they start, to its slice of the cores."""
     if not hasattr(os, "sched_setaffinity"):
         log.warning("training.cpu_affinity: this system cannot bind processes to cores")
         return
-    share = share_of(_cores_at_first(), local_rank, local_world_size)
+    share = cores_of_rank(_cores_at_first(), local_rank, local_world_size)
     if not share:
         log.warning("training.cpu_affinity: %d processes share fewer cores than that", local_world_size)
         return
-    # The call binds one thread; those that torch has started already need one each.
+    # The call binds a single thread, so repeat it for those that torch has already started.
     for thread in _threads():
         try:
             os.sched_setaffinity(thread, share)
@@ -111,22 +109,22 @@ def bind_to_share(local_rank: int, local_world_size: int) -> None:
 def _without_onednn(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
-    torch._C._set_mkldnn_enabled(False)
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     try:
         return forward(*args, **kwargs)
     finally:
-        torch._C._set_mkldnn_enabled(True)
+        torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
 
 
 @functools.cache
 def _onednn_at_first() -> bool:
-    """Whether whoever trains here lets oneDNN compute at all."""
-    return bool(torch._C._get_mkldnn_enabled())
+    """Whether oneDNN was enabled before the first training in this process."""
+    return bool(torch.backends.mkldnn.enabled)
 
 
 @functools.cache
 def _cores_at_first() -> list[int]:
-    """The cores before any binding: a second training in this process divides them anew."""
+    """The cores before any binding, for a second training in this process to divide again."""
     return sorted(os.sched_getaffinity(0))
 
 

@@ -1,13 +1,14 @@
-"""Clipping and AdamW in three kernels: sum the squares, settle the scalars of the step, update everything.
+"""Clipping and AdamW in three kernels: sum the squares, compute the step's scalars, update everything.
 
-torch's fused AdamW cuts tensors into chunks of 65,536 elements, which leaves most of a large GPU idle on a small model,
-and norm and clipping are five more kernels. Here the norm is one pass over the gradients and the update one pass over
-everything, weights in half precision (half_weights) among it, in blocks small enough to fill the device. The
-optimizer stays torch's: its state is used in place, so that torch can save, load or step it at any time.
+torch's fused AdamW splits tensors into chunks of 65,536 elements, which leaves most of a large GPU idle on a small
+model, and norm and clipping take five more kernels. Here the norm is one pass over the gradients. The update is one
+pass over everything, including half-precision weights (half_weights), in blocks small enough to fill the device. The
+optimizer remains torch's: its state is used in place, so torch can save, load or step it at any time.
 
-In a CUDA graph the gradients get addresses that are unknown before the capture, when tables can no longer be copied to
-the device. Arguments of kernels are recorded by value, though: the first kernel gets the addresses as arguments and
-leaves them in a table for the last one. The other tables come from an ordinary call before the capture.
+During CUDA graph capture, gradients get addresses that are not known beforehand, and tables can no longer be copied to
+the
+device. Kernel arguments are recorded by value, though: the first kernel receives the addresses as arguments and stores
+them in a table for the last one. The other tables come from an ordinary call before the capture.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as torch_optimizer
 
 from frameworm.engine.optim.half_weights import HalfWeights
 from frameworm.errors import ModelError, StateError
+from frameworm.torch_private.optimizers import hooks_of, hooks_of_all, mark_stepped
 
 _DEVICE_TYPES = ("cuda",)  # tests add "cpu", which triton can interpret
-_NORM_BLOCK = 8192  # elements of a program; more than below, as each has to search its gradient among the arguments
+_NORM_BLOCK = 8192  # elements per program; larger than below, as each program searches the arguments for its gradient
 _UPDATE_BLOCK = 2048
-_TENSORS_PER_LAUNCH = 128  # arguments of a kernel may take 4 KiB
+_TENSORS_PER_LAUNCH = 128  # kernel arguments are limited to 4 KiB
 _PLANS_KEPT = 8
-_SMALLEST_EPS = 1e-18  # the kernel takes the root of numbers below fp32's normal range as 0
+_SMALLEST_EPS = 1e-18  # the kernel's square root of a number below fp32's normal range is 0
 
 
 class FusedUpdate:
@@ -42,7 +43,7 @@ class FusedUpdate:
     ) -> None:
         parameters = list(parameters)
         self.optimizer = optimizer
-        self._halves = halves
+        self._half_weights = halves
         self._device = parameters[0].device
         self._plans: dict[tuple[int, ...], _Plan] = {}
         objection = _objection(optimizer, parameters, self._device)
@@ -53,39 +54,39 @@ class FusedUpdate:
     def supports(
         optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], device: torch.device
     ) -> str | None:
-        """Why the one-pass update cannot replace clipping and `optimizer.step()`; None when it can.
+        """Return why the one-pass update cannot replace clipping and `optimizer.step()`, or None if it can.
 
         Args:
-            optimizer: The optimizer whose step is to be replaced.
-            parameters: All that the gradient norm is taken over.
-            device: Where they are; a small update is tried there, which compiles the kernels at the first call.
+            optimizer: The optimizer whose step would be replaced.
+            parameters: All parameters that the gradient norm covers.
+            device: Where they are. A small update is tried there; the first call compiles the kernels.
         """
         if device.type in _DEVICE_TYPES:
-            device = torch.empty(0, device=device).device  # "cuda" means one of them
+            device = torch.empty(0, device=device).device  # resolves "cuda" to an indexed device
         return _objection(optimizer, list(parameters), device) or _trial(device)
 
     def __call__(
         self, clip_norm: float | None, skip_bad: bool, factor: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """One optimizer step with the gradients at hand, which keep their values; the host does not wait.
+        """Take one optimizer step with the current gradients, which keep their values; the host does not wait.
 
-        Before the capture of a CUDA graph one such call with the same arguments and parameters must have been made. A
-        replay reads a learning rate that is a tensor on the device anew; for a plain number call `refresh_rates` first.
+        Before a CUDA graph is captured, one such call must be made with the same arguments and parameters. A replay
+        reads the learning rate again if it is a tensor on the device; if it is a plain number, call `refresh_rates`
+        first.
 
         Args:
-            clip_norm: Largest norm of all gradients together; None for no norm and no clipping.
-            skip_bad: Change nothing when the norm is not finite. Without `clip_norm` there is no norm to judge by.
-            factor: What the gradients are multiplied with first (one element, on the device), or None for 1.
+            clip_norm: Largest total norm of the gradients; None for no norm and no clipping.
+            skip_bad: Change nothing when the norm is not finite. Has no effect without `clip_norm`.
+            factor: Multiplies the gradients first (one element, on the device); None for 1.
 
         Returns:
-            The norm before clipping and whether the step was skipped (1.0 or 0.0), on the device; None where unknown.
+            The norm before clipping and whether the step was skipped (1.0 or 0.0), on the device; None if not computed.
         """
         from frameworm.engine.optim import adamw_triton as kernels
 
         with_norm = clip_norm is not None
         skip = with_norm and skip_bad
-        # torch's schedulers warn otherwise: they look for steps of the optimizer.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        mark_stepped(self.optimizer)
         plan, gradients = self._prepare()
         if plan is None:
             zero = torch.zeros((), device=self._device)
@@ -118,12 +119,12 @@ class FusedUpdate:
         return outcome[0] if with_norm else None, outcome[1] if skip else None
 
     def refresh_rates(self) -> None:
-        """Bring learning rates that are plain numbers to the device, where replays of a CUDA graph read them."""
+        """Copy learning rates that are plain numbers to the device, where CUDA graph replays read them."""
         for plan in self._plans.values():
             plan.write_rates(self.optimizer.param_groups)
 
     def _prepare(self) -> tuple[_Plan | None, list[Tensor]]:
-        """The tables for those tensors that have gradients, up to date, and these gradients."""
+        """Return the up-to-date tables for the tensors that have gradients, and those gradients."""
         capturing = _capturing(self._device)
         groups = self.optimizer.param_groups
         tensors: list[tuple[Tensor, ...]] = []
@@ -131,7 +132,7 @@ class FusedUpdate:
         gradients: list[Tensor] = []
         for index, group in enumerate(groups):
             for parameter in group["params"]:
-                half = None if self._halves is None else self._halves.beside(parameter)
+                half = None if self._half_weights is None else self._half_weights.beside(parameter)
                 gradient = half.grad if parameter.grad is None and half is not None else parameter.grad
                 if gradient is not None:
                     gradients.append(_like(gradient, parameter, torch.bfloat16))
@@ -161,7 +162,7 @@ class FusedUpdate:
         return plan, gradients
 
     def _keep(self, key: tuple[int, ...], plan: _Plan) -> _Plan:
-        """Remember a plan; graphs may go on reading the tables of theirs, others are forgotten in time."""
+        """Store a plan. Plans used in CUDA graphs are kept; of the others, the oldest are dropped."""
         idle = [old for old, known in self._plans.items() if not known.in_graph]
         for old in idle[: max(len(idle) - _PLANS_KEPT + 1, 0)]:
             del self._plans[old]
@@ -169,7 +170,7 @@ class FusedUpdate:
         return plan
 
     def _state(self, parameter: nn.Parameter, capturing: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """The optimizer's state of a parameter, begun as torch would."""
+        """Return a parameter's optimizer state, initialized as torch would if there is none."""
         state = self.optimizer.state[parameter]
         if not state:
             if capturing:
@@ -180,7 +181,7 @@ class FusedUpdate:
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         elif state["step"].device != self._device or state["step"].dtype != torch.float32:
-            # As left by an optimizer that counted on the host.
+            # Left by an optimizer that counted steps on the host.
             state["step"] = state["step"].to(self._device, torch.float32)
         average, average_square = state["exp_avg"], state["exp_avg_sq"]
         if not _same_layout(average, parameter) or not _same_layout(average_square, parameter):
@@ -190,7 +191,7 @@ class FusedUpdate:
 
 
 class _Plan:
-    """The tables on the device for one set of tensors."""
+    """The device tables for one set of tensors."""
 
     def __init__(
         self, tensors: list[tuple[Tensor, ...]], members: list[int], rates: list[int], device: torch.device
@@ -222,7 +223,7 @@ class _Plan:
         self.in_graph = False
 
     def write_constants(self, settings: list[tuple[float, ...]]) -> None:
-        """Write for each tensor what its group's (beta1, beta2, eps, weight_decay) come to."""
+        """Write each tensor's constants, derived from its group's (beta1, beta2, eps, weight_decay)."""
         values = [
             (*(math.log(beta) if beta > 0 else -math.inf for beta in (beta1, beta2)), 1 - beta1, 1 - beta2, eps, decay)
             for beta1, beta2, eps, decay in settings
@@ -231,7 +232,7 @@ class _Plan:
         self.settings = settings
 
     def write_rates(self, groups: list[dict[str, Any]], capturing: bool = False) -> None:
-        """Write the learning rates that the kernels cannot read where they are."""
+        """Write the learning rates that the kernels cannot read in place."""
         for index, rate in enumerate(group["lr"] for group in groups):
             if isinstance(rate, Tensor) and rate.device == self._rates.device:
                 if rate.dtype != torch.float32:
@@ -242,7 +243,7 @@ class _Plan:
 
 
 def _objection(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], device: torch.device) -> str | None:
-    """What stands against the one-pass update, as far as the objects tell."""
+    """Return why the one-pass update does not apply, judging by the objects alone; None if nothing rules it out."""
     if type(optimizer) is not torch.optim.AdamW:
         return f"the optimizer is {type(optimizer).__name__}, not torch's AdamW itself"
     if device.type not in _DEVICE_TYPES:
@@ -259,7 +260,7 @@ def _objection(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter],
             return "a setting other than the learning rate is a tensor"
         if group["eps"] < _SMALLEST_EPS:
             return f"eps is {group['eps']:g}, less than {_SMALLEST_EPS:g}"
-    if _has_hooks(optimizer):
+    if hooks_of(optimizer) or hooks_of_all():
         return "hooks are registered that run with each step of the optimizer"
     held = [item for group in optimizer.param_groups for item in group["params"] if item.requires_grad]
     if {id(item) for item in held} != {id(item) for item in parameters if item.requires_grad}:
@@ -269,14 +270,14 @@ def _objection(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter],
             return f"a parameter is a {type(item).__name__}, not a plain tensor"
         if item.device != device or item.dtype != torch.float32:
             return f"a parameter is {item.dtype} on {item.device}, not torch.float32 on {device}"
-        if not _is_dense(item):
+        if not is_dense(item):
             return f"a parameter of shape {tuple(item.shape)} does not lie in one piece of memory"
     return None if held else "there is no parameter to train"
 
 
 @functools.cache
 def _trial(device: torch.device) -> str | None:
-    """Whether the kernels can be compiled and launched: triton needs a C compiler and knows not every GPU."""
+    """Return why the kernels cannot be compiled and launched (triton needs a C compiler and a GPU it supports)."""
     try:
         parameter = nn.Parameter(torch.ones(3, device=device))
         parameter.grad = torch.ones_like(parameter)
@@ -288,14 +289,8 @@ def _trial(device: torch.device) -> str | None:
     return None
 
 
-def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    everywhere = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
-    return any(own) or any(everywhere)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one piece of memory, in whatever order of dimensions."""
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one contiguous block of memory, in any order of dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
         if stride != expected:
@@ -309,7 +304,7 @@ def _same_layout(tensor: Tensor, parameter: Tensor, dtypes: tuple[torch.dtype, .
 
 
 def _like(tensor: Tensor, parameter: Tensor, *dtypes: torch.dtype) -> Tensor:
-    """The tensor in the parameter's own order in memory and in fp32: itself if it is so already, or of `dtypes`."""
+    """Return the tensor with the parameter's memory layout, in fp32 or one of `dtypes`; a copy only if needed."""
     if tensor.layout != torch.strided:
         raise ModelError(
             f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, which AdamW does not accept; "
@@ -321,19 +316,19 @@ def _like(tensor: Tensor, parameter: Tensor, *dtypes: torch.dtype) -> Tensor:
 
 
 def _code(gradient: Tensor) -> int:
-    """A gradient as the argument of a kernel: its address + 1, negative where it is bf16."""
+    """Encode a gradient as a kernel argument: its address + 1, negated for bf16."""
     place = (gradient.data_ptr() or 1 << 40) + 1  # an empty tensor has no address, and nothing is read there
     return -place if gradient.dtype == torch.bfloat16 else place
 
 
 def _send(values: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A table on the device, without waiting for what runs there."""
+    """Copy a table to the device without waiting for work that runs there."""
     table = torch.tensor(values, dtype=dtype)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def _address_of_rate(rate: float | Tensor, device: torch.device) -> int:
-    """Where kernels can read a learning rate that is a tensor; 0 if it must be written to a table for them."""
+    """Address at which kernels can read a learning rate; 0 if it must be written to a table for them."""
     if isinstance(rate, Tensor) and rate.device == device and rate.dtype == torch.float32:
         return rate.data_ptr()
     return 0
@@ -344,5 +339,5 @@ def _capturing(device: torch.device) -> bool:
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels are launched on the current device."""
+    """Make `device` current, as kernels launch on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,15 +1,15 @@
-"""The kernels of the one-pass update, in triton; imported late, where there is a GPU and triton."""
+"""Triton kernels of the one-pass update; imported only where there is a GPU and triton."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803 (in triton, what is known when compiling is written in capitals)
+# ruff: noqa: N803 (triton writes compile-time constants in capitals)
 
 from __future__ import annotations
 
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-# A gradient is given as its address + 1, negative where it is bf16: what is odd and large makes no variant of a kernel
-# by its alignment, and in the capture of a CUDA graph no new variant can be loaded. For the same reason no number is
-# specialised.
+# A gradient is passed as its address + 1, negated for bf16. Such a number is odd and large, so triton compiles no
+# variant for its alignment: no new variant can be loaded during CUDA graph capture. No number is specialised for the
+# same reason.
 #
 # Columns of a tensor's row in `rows`: 0 parameter, 1 exp_avg, 2 exp_avg_sq, 3 step, 4 learning rate (addresses);
 # 5 elements; 6 first block of the norm, 7 first block of the update; 8 address of the weight in bf16, 0 for none.
@@ -29,7 +29,7 @@ def sum_squares(
     FACTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per block of a gradient; the first of a tensor leaves its address for the update."""
+    """One program per block of a gradient; a tensor's first program stores its address for the update."""
     block = first_block + tl.program_id(0)
     owner = tl.load(owners + block)
     coded = tl.cast(0, tl.int64)
@@ -43,7 +43,7 @@ def sum_squares(
     start = number.to(tl.int64) * BLOCK
     left = tl.load(rows + owner * 9 + 5) - start
     scale = tl.load(factor).to(tl.float32) if FACTOR else 1.0
-    # Without a mask, and known to be aligned, the loads are 128 bits wide.
+    # Unmasked loads from an address known to be aligned are 128 bits wide.
     if (left >= BLOCK) & (address % 16 == 0):
         total = _block_squares(address, start, left, scale, half, WHOLE=True, FACTOR=FACTOR, BLOCK=BLOCK)
     else:
@@ -63,7 +63,7 @@ def _block_squares(address, start, left, scale, half, WHOLE: tl.constexpr, FACTO
 
 @triton.jit
 def _pointers(address, lanes, WHOLE: tl.constexpr, HALF: tl.constexpr = False):
-    """Pointers to the fp32 or bf16 elements of a block; aligned to 16 bytes where the block is a whole one."""
+    """Pointers to the fp32 or bf16 elements of a block; those of a whole block are aligned to 16 bytes."""
     base = address.to(tl.pointer_type(tl.bfloat16 if HALF else tl.float32))
     if WHOLE:
         base = tl.multiple_of(base, 16)
@@ -72,7 +72,7 @@ def _pointers(address, lanes, WHOLE: tl.constexpr, HALF: tl.constexpr = False):
 
 @triton.jit
 def _read_either(address, start, lanes, left, half, WHOLE: tl.constexpr):
-    """Elements of a block that begins `start` elements after an address, which are bf16 if `half`; in fp32."""
+    """Load a block that begins `start` elements after an address (bf16 if `half`) as fp32."""
     if half:
         values = _read(address + start * 2, lanes, left, WHOLE, HALF=True).to(tl.float32)
     else:
@@ -82,7 +82,7 @@ def _read_either(address, start, lanes, left, half, WHOLE: tl.constexpr):
 
 @triton.jit
 def _read(address, lanes, left, WHOLE: tl.constexpr, HALF: tl.constexpr = False):
-    """Elements of a block, 0 beyond its end."""
+    """Load the elements of a block, 0 beyond its end."""
     if WHOLE:
         return tl.load(_pointers(address, lanes, WHOLE, HALF))
     return tl.load(_pointers(address, lanes, WHOLE, HALF), mask=lanes < left, other=0.0)
@@ -99,7 +99,7 @@ def _write(address, values, lanes, left, WHOLE: tl.constexpr, HALF: tl.constexpr
 
 @triton.jit(do_not_specialize=("first_tensor",))
 def note_addresses(gradients, addresses, first_tensor, COUNT: tl.constexpr):
-    """Leaves the addresses of the gradients for the update, where no norm is wanted."""
+    """Store the gradients' addresses for the update when no norm is computed."""
     for index in tl.static_range(COUNT):
         tl.store(addresses + first_tensor + index, gradients[index])
 
@@ -126,7 +126,7 @@ def settle(
             sums += tl.load(partials + start + lanes, mask=start + lanes < blocks, other=0.0).to(tl.float64)
         norm = tl.sqrt_rn(tl.sum(sums, 0).to(tl.float32))
         coefficient = clip_norm * tl.div_rn(tl.cast(1.0, tl.float32), norm + 1e-6)
-        # Not minimum(): a coefficient that is not a number has to stay one.
+        # Not minimum(): a NaN coefficient must stay NaN.
         tl.store(outcome + 2, tl.where(coefficient > 1.0, 1.0, coefficient))
         tl.store(outcome, norm)
         if SKIP:
@@ -142,7 +142,7 @@ def settle(
         rate_pointers = tl.load(row + 4, mask=there, other=0).to(tl.pointer_type(tl.float32))
         rate = tl.load(rate_pointers, mask=there, other=0.0).to(tl.float64)
         constant = constants + number * 6
-        # 1 - beta ** step loses its digits in fp32 when beta is close to 1. A skipped first step is not counted.
+        # 1 - beta ** step loses precision in fp32 when beta is close to 1. A skipped first step is not counted.
         count = tl.maximum(step, 1.0).to(tl.float64)
         correction1 = 1.0 - tl.exp(count * tl.load(constant, mask=there, other=-1.0))
         correction2 = 1.0 - tl.exp(count * tl.load(constant + 1, mask=there, other=-1.0))
@@ -169,14 +169,14 @@ def update(
     FACTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per block of a parameter."""
+    """Update the parameters, one program per block."""
     block = tl.program_id(0)
     owner = tl.load(owners + block)
     row = rows + owner * 9
     start = (block - tl.load(row + 7)).to(tl.int64) * BLOCK
     left = tl.load(row + 5) - start
     if SKIP:
-        # A block with nothing left of it changes nothing.
+        # A block with no elements left changes nothing.
         left = tl.where(tl.load(outcome + 1) == 0.0, left, 0)
     parameter = tl.load(row)
     average = tl.load(row + 1)
@@ -216,7 +216,7 @@ def _update_block(
     FACTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """AdamW on one block."""
+    """Apply AdamW to one block."""
     lanes = tl.arange(0, BLOCK)
     g = _read_either(gradient, start, lanes, left, half, WHOLE)
     p = _read(parameter, lanes, left, WHOLE)
@@ -226,7 +226,7 @@ def _update_block(
         g *= tl.load(factor).to(tl.float32)
     if NORM:
         g *= tl.load(outcome + 2)
-    # Towards the new value instead of beta * old + ...: fp32 holds 1 - beta exactly enough, beta itself not.
+    # Step towards the new value instead of beta * old + ...: fp32 is precise enough for 1 - beta, not for beta.
     m += tl.load(scalar + 3) * (g - m)
     v += tl.load(scalar + 4) * (g * g - v)
     p -= tl.load(scalar + 2) * p

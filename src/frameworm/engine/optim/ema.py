@@ -1,7 +1,7 @@
 """A moving average of the weights (EMA): after every update `average += (1 - decay) * (weights - average)`.
 
-The average starts from the initial weights and lives where they are updated: each rank averages its own shard, and
-under zero1 the parameters that it updates. Buffers are not averaged; evaluation uses the model's own. Half-precision
+The average starts from the initial weights and lives on the rank that updates them: each rank averages its own shard,
+or under zero1 the parameters that it updates. Buffers are not averaged; evaluation uses the model's own. Half-precision
 weights are averaged in float32, so that small changes are not lost.
 """
 
@@ -16,15 +16,17 @@ from torch import Tensor, nn
 
 from frameworm.parallel.shards import HeldState, is_part, like_part, loaded, own_part, shard_of
 from frameworm.parallel.strategy import Strategy
+from frameworm.torch_private.optimizers import fused_sgd_
+from frameworm.torch_private.tensors import foreach_copy_
 
 
 class AveragedWeights:
-    """The averages of the parameters that are trained.
+    """Moving averages of the trained parameters.
 
     Args:
-        decay: How much of the average stays in each update, between 0 and 1.
-        model: As the strategy has placed it.
-        optimizer: The one that updates it.
+        decay: Weight of the old average in each update, between 0 and 1.
+        model: The model as the strategy has placed it.
+        optimizer: The optimizer that updates it.
         strategy: Knows which part of which parameters this rank updates.
     """
 
@@ -33,17 +35,17 @@ class AveragedWeights:
         self._optimizer = optimizer
         self._strategy = strategy
         self._named = dict(strategy.named_parameters(model))
-        self._averaged: dict[str, nn.Parameter] = {}  # on all ranks, whichever holds the average
+        self._averaged: dict[str, nn.Parameter] = {}  # the same on all ranks, regardless of which holds the average
         self._own: dict[str, Tensor] = {}
         self._batches: list[tuple[list[Tensor], list[nn.Parameter]]] = []
 
     @property
     def note(self) -> str:
-        """What the summary has to say about validation."""
+        """What the summary says about validation."""
         steps = round(1 / (1 - self.decay))
         return (
             f"validation scores averaged weights (training.ema: {self.decay:g}, about the last {steps:,} steps); the "
-            "model itself goes on with the weights that are trained"
+            "model keeps the trained ones"
         )
 
     @property
@@ -52,7 +54,7 @@ class AveragedWeights:
         return self._own
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average what is trained from now on, too: a new one starts with the value that it has."""
+        """Also average parameters that have become trainable; each starts from its current value."""
         trained = {id(item) for item in parameters if item.requires_grad}
         names = [name for name, item in self._named.items() if id(item) in trained]
         self._begin(name for name in names if name not in self._averaged)
@@ -77,28 +79,28 @@ class AveragedWeights:
 
     @torch.no_grad()
     def update(self, skipped: Tensor | None) -> None:
-        """Take in the weights after an update; the host asks the device nothing, so a CUDA graph may hold it.
+        """Average in the weights after an update, without synchronizing, so that a CUDA graph can record it.
 
         Args:
-            skipped: 1 where the update was left out, and so is this; None: it was not.
+            skipped: 1 if the update was skipped, in which case this is skipped too; None if it was not.
         """
         for averages, parameters in self._batches:
             values = [_laid_out(own_part(item), average) for item, average in zip(parameters, averages)]
             averages = [_real(item) for item in averages]
             flag = None if skipped is None else skipped.to(averages[0].device)
-            # torch's fused SGD is the kernel for this: it reads both once, writes once, and heeds a flag on the
-            # device. With the weights as gradients to climb and a decay of one it computes average -= lr * (average -
-            # weights).
-            torch._fused_sgd_(
+            # torch's fused SGD does this in one kernel: it reads both once, writes once, and obeys a flag on the
+            # device. With the weights as gradients to maximize and a weight decay of 1, it computes average -= lr *
+            # (average - weights).
+            fused_sgd_(
                 averages, [_real(item) for item in values], [], weight_decay=1.0, momentum=0.0, lr=1 - self.decay,
                 dampening=0.0, nesterov=False, maximize=True, is_first_step=False, grad_scale=None, found_inf=flag,
             )  # fmt: skip
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model holds the averages in here, and exactly what it held before afterwards.
+        """Put the averages into the model; on exit its weights are restored bit for bit.
 
-        All ranks must enter it. It takes a copy of the weights, in the memory that gradients have in a step.
+        All ranks must enter. It copies the weights, which needs as much memory as gradients do during a step.
         """
         with torch.no_grad():
             parts = [own_part(item) for item in self._averaged.values()]
@@ -107,16 +109,16 @@ class AveragedWeights:
         try:
             with torch.no_grad():
                 if own:
-                    torch._foreach_copy_(own, list(self._own.values()))
+                    foreach_copy_(own, list(self._own.values()))
                 self._strategy.send_from_owners(self._optimizer, list(self._averaged.values()))
             yield
         finally:
             if parts:
                 with torch.no_grad():
-                    torch._foreach_copy_(parts, kept)
+                    foreach_copy_(parts, kept)
 
     def held_state(self) -> HeldState:
-        """What this rank holds, under `ema`, for a checkpoint."""
+        """Return what this rank stores in a checkpoint, under `ema`."""
         state = {
             name: like_part(average, parameter) if is_part(parameter := self._averaged[name]) else average
             for name, average in self._own.items()
@@ -129,16 +131,17 @@ class AveragedWeights:
 
     @torch.no_grad()
     def load_state(self, saved: dict[str, Any] | None) -> list[str]:
-        """Continue with the averages of a checkpoint, whose tensors are stored ones.
+        """Continue with the averages of a checkpoint.
 
         Args:
-            saved: None: it holds none, and the averages start with the weights that the model has now.
+            saved: The averages, as stored tensors; None if the checkpoint has none, in which case the averages start
+                from the model's current weights.
 
         Returns:
-            What the user should know about it.
+            Notes for the user.
 
         Raises:
-            ValueError: They are of other parameters.
+            ValueError: If they belong to other parameters.
         """
         values = saved or {}
         unknown = [name for name in values if name not in self._named]
@@ -160,13 +163,13 @@ class AveragedWeights:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin again with the weights that the model has now."""
+        """Start over from the model's current weights."""
         for name, average in self._own.items():
             average.copy_(own_part(self._averaged[name]))
 
     @torch.no_grad()
     def take_over(self, earlier: AveragedWeights) -> None:
-        """Go on with the averages of an earlier training of the same model."""
+        """Continue from the averages of an earlier training of the same model."""
         for name, average in self._own.items():
             before = earlier._own.get(name)
             if before is not None and before.shape == average.shape:
@@ -174,7 +177,7 @@ class AveragedWeights:
 
 
 def _laid_out(value: Tensor, average: Tensor) -> Tensor:
-    """A value with type and order in memory of its average: the kernel walks through both alike."""
+    """Return the value with the dtype and memory layout of its average, as the kernel requires."""
     if value.dtype == average.dtype and value.stride() == average.stride():
         return value
     return torch.empty_like(average).copy_(value)

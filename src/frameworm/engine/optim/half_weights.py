@@ -1,14 +1,15 @@
-"""Weights kept in the numbers that autocast would cast them to, beside the parameters themselves.
+"""Weights kept in the dtype that autocast would cast them to, beside the parameters themselves.
 
 Under autocast every matrix product casts its weight, and the weight's gradient is cast back: two small kernels per
-parameter and step, which a step that is replayed as one graph feels. Here the cast weights live on from step to step.
-Forward and backward read them in place of the parameters, and their gradients stay in half precision until the update
-takes them; it writes parameter and cast weight in one pass (adamw_kernel). All values are those of autocast, to the
-bit: what is cast, when it is rounded and what is added up in fp32 stays the same. (A compiler may keep more digits of a
-gradient that is cast on the spot than bf16 has; kept in bf16 it is rounded once.)
+parameter and step, which are noticeable in a step replayed as one graph. Here the cast weights persist between steps.
+Forward and backward read them in place of the parameters, and their gradients stay in half precision until the update,
+which writes parameter and cast weight in one pass (adamw_kernel). All values equal autocast's bit for bit: what is
+cast, when it is rounded and what is summed in fp32 stays the same. (A compiler may keep more digits than bf16 has in a
+gradient that is cast right away; a gradient kept in bf16 is rounded once.)
 
-A model says which parameters autocast casts wherever it reads them: `autocast_parameters()` gives pairs of a module and
-the name of its parameter. Others, and those that several modules share, stay as they are.
+A model names the parameters that autocast casts wherever it reads them: `autocast_parameters()` returns pairs of a
+module and a parameter name. Other parameters, and those that several modules share, are left alone. A parameter with
+gradient hooks is read itself, cast by autocast as usual, because its hooks need its fp32 gradients one by one.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from frameworm.torch_private.tensors import foreach_copy_, has_gradient_hooks, version_of
+
 
 class HalfWeights:
     """The cast weights of a model.
 
     Args:
-        places: Modules and the names of their parameters.
-        dtype: What autocast casts to.
+        places: Pairs of a module and the name of one of its parameters.
+        dtype: The dtype that autocast casts to.
     """
 
     def __init__(self, places: Iterable[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
@@ -43,14 +46,14 @@ class HalfWeights:
 
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype | None) -> HalfWeights | None:
-        """Those of a model that names them; None where there are none, or nothing is cast."""
+        """Create those that a model names; None if it names none or the dtype is not bf16."""
         named = getattr(model, "autocast_parameters", None)
         if named is None or dtype != torch.bfloat16:
             return None
         users = Counter(id(item) for _, item in model.named_parameters(remove_duplicate=False))
         places = []
         for module, name in named():
-            parameter = module._parameters.get(name)  # a parametrized weight is not among them
+            parameter = module._parameters.get(name)  # a parametrized weight is not in _parameters
             if type(parameter) is not nn.Parameter or not parameter.requires_grad or users[id(parameter)] != 1:
                 continue
             if parameter.dtype == torch.float32:
@@ -58,14 +61,20 @@ class HalfWeights:
         return cls(places, dtype) if places else None
 
     def beside(self, parameter: Tensor) -> Tensor | None:
-        """The cast weight of a parameter, if it has one."""
+        """Return the cast weight of a parameter, if it has one."""
         return self._of.get(id(parameter))
+
+    def leaf(self, parameter: Tensor) -> Tensor:
+        """Return the tensor that gets a parameter's gradient in the next backward pass: the cast weight or itself."""
+        half = self.beside(parameter)
+        return parameter if half is None or has_gradient_hooks(parameter) else half
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Modules read the cast weights; for forward and backward."""
-        for held, name, _, half in self._places:
-            held[name] = half
+        """Make modules read the cast weights during forward and backward, except for parameters with gradient hooks."""
+        for held, name, parameter, half in self._places:
+            if not has_gradient_hooks(parameter):
+                held[name] = half
         try:
             yield
         finally:
@@ -73,19 +82,19 @@ class HalfWeights:
                 held[name] = parameter
 
     def follow(self) -> None:
-        """Cast anew what somebody has written into the parameters since the last update."""
-        if self._versions != [item._version for item in self._parameters]:
+        """Cast again if the parameters were written to since the last update."""
+        if self._versions != [version_of(item) for item in self._parameters]:
             self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Cast all parameters anew."""
-        torch._foreach_copy_(self.tensors, self._parameters)
-        self._versions = [item._version for item in self._parameters]
+        """Cast all parameters again."""
+        foreach_copy_(self.tensors, self._parameters)
+        self._versions = [version_of(item) for item in self._parameters]
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Add the gradients at hand to those of the parameters, in fp32."""
+        """Move the gradients of the cast weights to the parameters, summed in fp32."""
         for parameter, half in zip(self._parameters, self.tensors):
             gradient, half.grad = half.grad, None
             if gradient is None:
@@ -96,6 +105,6 @@ class HalfWeights:
                 parameter.grad.add_(gradient)
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         for half in self.tensors:
             half.grad = None

@@ -1,9 +1,9 @@
-"""AdamW and clipping on a CPU in as many calls as there is arithmetic.
+"""AdamW and clipping on a CPU without torch's bookkeeping.
 
-torch's own step sorts its tensors by device and type, asks for hooks and counts the steps of every tensor apart, and
-clipping sorts once more: on a small model all that takes longer than the arithmetic. What is computed here is the same,
-bit for bit, and the optimizer stays torch's: its state is used in place, so that torch can save, load or step it at any
-time. Only the counts of steps move, into one tensor of which each is an element.
+torch's own step sorts its tensors by device and type, checks for hooks and counts the steps of every tensor separately,
+and clipping sorts once more: on a small model that takes longer than the arithmetic. The results here are the same, bit
+for bit, and the optimizer remains torch's: its state is used in place, so torch can save, load or step it at any time.
+Only the step counts move: each becomes an element of one tensor.
 """
 
 from __future__ import annotations
@@ -13,11 +13,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as torch_optimizer
+
+from frameworm.torch_private.execution import profiler_enabled
+from frameworm.torch_private.optimizers import (
+    fused_adamw_,
+    hooks_of,
+    hooks_of_all,
+    is_patched_by_scheduler,
+    make_state,
+    mark_stepped,
+)
+from frameworm.torch_private.tensors import foreach_mul_, foreach_norm
 
 
 class HostAdamW:
-    """Steps a fused AdamW of torch whose parameters are in the host's memory."""
+    """Steps torch's fused AdamW for parameters in host memory."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -25,11 +35,11 @@ class HostAdamW:
 
     @staticmethod
     def suits(optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it is one of those that can be stepped here."""
+        """Whether the optimizer can be stepped here."""
         return type(optimizer) is torch.optim.AdamW and all(_is_usual(group) for group in optimizer.param_groups)
 
     def step(self) -> bool:
-        """Update the parameters that have gradients; False: nothing was done, and torch has to do it."""
+        """Update the parameters that have gradients; return False if nothing was done and torch must step instead."""
         optimizer = self._optimizer
         if _is_watched(optimizer) or not all(_is_usual(group) for group in optimizer.param_groups):
             return False
@@ -42,11 +52,11 @@ class HostAdamW:
         with torch.no_grad():
             for group, held, gradients in zip(optimizer.param_groups, self._groups, found):
                 held.step(group, gradients)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
+        mark_stepped(optimizer)
         return True
 
     def _gradients(self) -> list[list[Tensor]] | None:
-        """The gradients of each group; None where anything is not as it was planned."""
+        """Return the gradients of each group; None if anything differs from the plan."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
         if len(groups) != len(self._groups):
             return None
@@ -68,7 +78,7 @@ class HostAdamW:
         return found
 
     def _plan(self) -> bool:
-        """Look at all that takes part; False: something is not for this."""
+        """Collect all parameters and their state; return False if any of them cannot be stepped here."""
         self._groups = []
         for group in self._optimizer.param_groups:
             members = [item for item in group["params"] if item.grad is not None]
@@ -82,13 +92,13 @@ class HostAdamW:
         return True
 
     def _begin(self, group: dict[str, Any], members: Sequence[nn.Parameter]) -> None:
-        """Have torch make the state that its first step would make; that step loads the compiler, for a second."""
+        """Have torch create the initial state; its first step would too, but takes a second to load the compiler."""
         if all(_is_plain(item) and item.grad is not None and _is_plain(item.grad) for item in members):
-            self._optimizer._init_group(group, [], [], [], [], [], [])  # type: ignore[attr-defined]
+            make_state(self._optimizer, group)
 
 
 class _Entry:
-    """A parameter and its state, as planned."""
+    """A parameter and its state at the time of planning."""
 
     __slots__ = ("average", "parameter", "square", "state", "step")
 
@@ -111,7 +121,7 @@ class _Entry:
 
 
 class _Group:
-    """The tensors of one group."""
+    """The tensors of one parameter group."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], states: Sequence[dict[str, Any]]) -> None:
         counts = [state["step"] for state in states]
@@ -125,12 +135,12 @@ class _Group:
         self._squares = [entry.square for entry in self.entries]
 
     def step(self, group: dict[str, Any], gradients: list[Tensor]) -> None:
-        """One update with the settings that the group has now."""
+        """Update once with the group's current settings."""
         if not gradients:
             return
         self._count += 1
         beta1, beta2 = group["betas"]
-        torch._fused_adamw_(
+        fused_adamw_(
             self._parameters, gradients, self._averages, self._squares, [], self._steps,
             amsgrad=False, lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],
             eps=group["eps"], maximize=False, grad_scale=None, found_inf=None,
@@ -138,19 +148,19 @@ class _Group:
 
 
 def are_plain(gradients: Iterable[Tensor]) -> bool:
-    """Whether the two functions below may be asked."""
+    """Whether `norm_of` and `clip` accept these gradients."""
     return all(map(_is_plain, gradients))
 
 
 def norm_of(gradients: list[Tensor]) -> Tensor:
-    """`torch.nn.utils.get_total_norm` of plain gradients, of which there is one at least."""
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    """`torch.nn.utils.get_total_norm` of plain gradients; at least one is required."""
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))
     return norm
 
 
 def clip(gradients: list[Tensor], clip_norm: float, norm: Tensor) -> None:
     """`torch.nn.utils.clip_grads_with_norm_` of plain gradients."""
-    torch._foreach_mul_(gradients, torch.clamp(clip_norm / (norm + 1e-6), max=1.0))
+    foreach_mul_(gradients, torch.clamp(clip_norm / (norm + 1e-6), max=1.0))
 
 
 def _is_plain(gradient: Tensor) -> bool:
@@ -172,20 +182,18 @@ def _can_be_stepped(parameter: nn.Parameter, state: dict[str, Any]) -> bool:
 
 
 def _is_usual(group: dict[str, Any]) -> bool:
-    """Whether this group is updated as `_Group.step` does it."""
+    """Whether `_Group.step` computes this group's update."""
     odd = group["amsgrad"] or group["maximize"] or group["differentiable"] or not group["fused"]
     settings = (*group["betas"], group["eps"], group["weight_decay"])
     return not odd and group.get("decoupled_weight_decay", True) and not any(isinstance(i, Tensor) for i in settings)
 
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody waits for torch's own step: one who changed it, a hook, or a profiler that marks it."""
-    changed = vars(optimizer).get("step")  # torch's schedulers do that, which is no matter, and so may others
+    """Whether torch's own step must run: it was replaced, has hooks, or a profiler records it."""
+    changed = vars(optimizer).get("step")  # replaced; torch's schedulers do so too, which is harmless
     return bool(
-        (changed is not None and not hasattr(changed, "_wrapped_by_lr_sched"))
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or torch_optimizer._global_optimizer_pre_hooks
-        or torch_optimizer._global_optimizer_post_hooks
-        or torch._C._autograd._profiler_enabled()
+        (changed is not None and not is_patched_by_scheduler(changed))
+        or hooks_of(optimizer)
+        or hooks_of_all()
+        or profiler_enabled()
     )

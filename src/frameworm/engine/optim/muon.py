@@ -1,8 +1,8 @@
-"""Muon for the matrices of hidden layers, AdamW for all else, as one optimizer.
+"""Muon for the matrices of hidden layers, AdamW for everything else, as one optimizer.
 
-Muon makes the update of a matrix orthogonal, which is about the matrix as a whole: under zero1 every rank updates whole
-matrices of its own, under zero2 and zero3 the update is gathered (in bfloat16, in which torch computes it) and each
-rank applies its rows. Rates are matched to AdamW's, so that one `training.lr` and `weight_decay` is for both.
+Muon orthogonalizes the update of a matrix, which needs the whole matrix: under zero1 every rank updates whole matrices;
+under zero2 and zero3 the update is gathered (in bfloat16, in which torch computes it) and each rank applies its rows.
+Rates are matched to AdamW's, so one `training.lr` and `weight_decay` serve both.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from frameworm.models.blocks import find_block_classes
 from frameworm.parallel.shards import first_row, is_part, like_part, own_part
+from frameworm.torch_private.optimizers import muon_factor, orthogonalised
 
 MUON_EPS = 1e-7
 _FLAGS = ("grad_scale", "found_inf")
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-# Modules with modules inside them that multiply by matrices of their own.
+# Modules that multiply by matrices of their own although they may contain other modules.
 _PRODUCTS = (nn.Linear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The weights that hidden layers multiply by: what Muon is for.
+    """Return the weights that hidden layers multiply by: what Muon is for.
 
     In a model that repeats blocks these are the matrices of the blocks; what comes before and after them (embeddings,
-    projections of the input, heads) is not hidden. In any other model all but the last matrix are. Embeddings, also
-    those that a head shares, and matrices that nothing is multiplied by (norms, tables beside a block's layers) are
-    none.
+    input projections, heads) is not hidden. In any other model they are all matrices but the last. Embeddings,
+    including those shared with a head, and matrices that nothing is multiplied by (norms, tables beside a block's
+    layers) never count.
     """
     blocks = {module for kind in find_block_classes(model) for block in kind for module in block.modules()}
     tables = {id(item) for module in model.modules() if isinstance(module, _EMBEDDINGS) for item in module.parameters()}
@@ -56,11 +57,11 @@ def _multiplies(module: nn.Module, *, in_block: bool) -> bool:
         return True
     if not in_block or isinstance(module, (*_EMBEDDINGS, *_NORMS, ParametrizationList)):
         return False
-    return not any(True for _ in module.children())  # a custom layer; next to other layers it is more likely a table
+    return not any(True for _ in module.children())  # a custom layer; beside other layers it is more likely a table
 
 
 class WholeMuon(torch.optim.Muon):
-    """torch's Muon, also for divided matrices, for rates on the device, and for updates that are left out there."""
+    """torch's Muon, extended to sharded matrices, learning rates on the device and updates skipped on the device."""
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -73,9 +74,9 @@ class WholeMuon(torch.optim.Muon):
         """Update the matrices that have gradients.
 
         Args:
-            closure: Computes the loss again.
-            grad_scale: What the gradients must be divided by, on the device.
-            found_inf: Not 0 where this update must change nothing, on the device.
+            closure: Recomputes the loss.
+            grad_scale: Divides the gradients, on the device.
+            found_inf: If not 0, this update changes nothing; on the device.
         """
         held = [item for group in self.param_groups for item in group["params"]]
         on_host = not any(isinstance(group["lr"], Tensor) for group in self.param_groups)
@@ -94,8 +95,6 @@ class WholeMuon(torch.optim.Muon):
         return loss
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], bad: Tensor | None, scale: Tensor | None) -> None:
-        from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
-
         assert parameter.grad is not None
         gradient, weights = own_part(parameter.grad), own_part(parameter)
         state = self.state[parameter]
@@ -105,16 +104,16 @@ class WholeMuon(torch.optim.Muon):
         if scale is not None:
             gradient = gradient / scale
         if bad is not None:
-            gradient = torch.where(bad, momentum, gradient)  # which leaves the momentum exactly as it is
+            gradient = torch.where(bad, momentum, gradient)  # leaves the momentum unchanged
         momentum.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         if is_part(parameter):
             update = like_part(update.bfloat16(), parameter).full_tensor()
-        update = _zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        update = orthogonalised(update, group)
         if is_part(parameter):
             begin = first_row(parameter)
             update = update[begin : begin + weights.shape[0]]
-        matched = _adjust_lr(1.0, group["adjust_lr_fn"], parameter.shape)
+        matched = muon_factor(group, parameter.shape)
         rate = group["lr"] if bad is None else group["lr"] * (~bad).float()
         weights.mul_(1 - rate * group["weight_decay"])
         if isinstance(rate, Tensor):
@@ -124,15 +123,15 @@ class WholeMuon(torch.optim.Muon):
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon and AdamW over groups of one optimizer; a group's `rule` says which of them updates it.
+    """Muon and AdamW over the groups of one optimizer; a group's `rule` selects which of them updates it.
 
     Args:
-        params: Parameters or groups of them; those without a `rule` are AdamW's.
-        lr: Rate of both.
-        betas: AdamW's.
-        eps: AdamW's.
+        params: Parameters or groups of them; AdamW updates those without a `rule`.
+        lr: Learning rate of both.
+        betas: For AdamW.
+        eps: For AdamW.
         weight_decay: Decoupled decay of both.
-        fused: AdamW's one kernel for the whole update.
+        fused: Whether AdamW uses its fused kernel.
     """
 
     def __init__(
@@ -151,11 +150,11 @@ class MuonAdamW(torch.optim.Optimizer):
         self._link()
 
     def _link(self) -> None:
-        """Let both work on these very groups, and on one state."""
+        """Make both work on this optimizer's own groups and state."""
         by_rule: dict[str, list[dict[str, Any]]] = {"muon": [], "adamw": []}
         for group in self.param_groups:
             by_rule[group["rule"]].append(group)
-        # Each adds the settings to the groups that only it knows.
+        # Each adds its own settings to its groups.
         self._muon = WholeMuon(by_rule["muon"], adjust_lr_fn="match_rms_adamw") if by_rule["muon"] else None
         self._adamw = torch.optim.AdamW(by_rule["adamw"]) if by_rule["adamw"] else None
         for inner in (self._muon, self._adamw):
@@ -164,7 +163,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._step_supports_amp_scaling = all(group["fused"] for group in by_rule["adamw"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Update these, too."""
+        """Add a group of parameters to update."""
         super().add_param_group(param_group)
         if self._muon is not None or self._adamw is not None:
             self._link()
@@ -174,7 +173,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._link()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the parameters that have gradients; the flags of a loss scaler are heeded on the device."""
+        """Update the parameters that have gradients; a loss scaler's flags are read on the device."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

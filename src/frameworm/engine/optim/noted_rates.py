@@ -1,4 +1,4 @@
-"""A schedule that notes what the optimizer is told for each step, and can raise all rates for one."""
+"""A schedule that records the optimizer's settings at each step, and can override its learning rates."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from frameworm.numerics.plain_update import settings_of
 
 
 class NotedRates:
-    """Stands in for a schedule.
+    """Wraps a schedule.
 
     Attributes:
-        settings: What the optimizer was told for each parameter in the last step.
-        raised: The largest rate to set instead, the others in proportion; None: the schedule's own.
+        settings: Optimizer settings of each parameter in the last step.
+        raised: If set, the largest learning rate to use, with the others in proportion; None for the schedule's own.
     """
 
     def __init__(self, schedule: AnySchedule, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]):

@@ -1,4 +1,4 @@
-"""Optimizers from a config."""
+"""Build the optimizer that a config names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from frameworm.config.resolve import effective_lr
 from frameworm.config.schema import Config
 from frameworm.engine.optim.muon import MUON_EPS, MuonAdamW, hidden_matrices
 from frameworm.errors import ConfigError, EnvironmentSetupError
+from frameworm.torch_private.names import COMPILER
 
 log = logging.getLogger("frameworm")
-# By the name in a config: the package, which is also the extra that installs it, the module and the class.
+# Config name -> package (also the name of the extra that installs it), module, class.
 _PACKAGES = {
     "adamw8bit": ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit"),
     "schedulefree": ("schedulefree", "schedulefree", "AdamWScheduleFree"),
@@ -25,13 +26,14 @@ _PACKAGES = {
 
 
 def build_optimizer(model: nn.Module, config: Config, beside: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
-    """The optimizer a config names; vectors (biases, norms) are not decayed.
+    """Build the optimizer that a config names; vectors (biases, norms) are not decayed.
 
     Args:
-        beside: Parameters that train beside the model.
+        beside: Trained parameters outside the model.
 
     Raises:
-        ConfigError: It has nothing to do for this model.
+        ConfigError: If Muon is asked for and the model has no hidden matrix to train.
+        EnvironmentSetupError: If the optimizer's package is not installed.
     """
     _leave_compiler_out()
     training = config.training
@@ -66,7 +68,7 @@ def build_optimizer(model: nn.Module, config: Config, beside: Iterable[nn.Parame
 
 
 def _of_package(name: str, groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-    """An optimizer of a package that not everybody has."""
+    """Create an optimizer from an optional package."""
     package, module, kind = _PACKAGES[name]
     try:
         made = getattr(importlib.import_module(module), kind)(groups, **settings)
@@ -90,13 +92,13 @@ def _for_muon(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _leave_compiler_out() -> None:
-    """Let optimizers be made, saved and loaded without the compiler.
+    """Create, save and load optimizers without importing torch's compiler.
 
-    Their first call of these loads it, for more than a second, only to say that it is not to look into them.
+    The first call of these methods imports it, for more than a second, only to exclude them from compilation.
     """
-    if "torch._dynamo" in sys.modules:
+    if COMPILER in sys.modules:
         return
     for name in ("add_param_group", "state_dict", "load_state_dict"):
         plain = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
         if plain is not None:
-            setattr(plain, "__dynamo_disable", plain)  # where torch keeps what it made of it
+            setattr(plain, "__dynamo_disable", plain)  # where torch caches the excluded function

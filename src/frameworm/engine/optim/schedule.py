@@ -1,4 +1,4 @@
-"""The learning rate's course: a factor on each group's peak rate, per attempted step."""
+"""Learning-rate schedules: a factor on each group's peak rate, per attempted step."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _cosine(start: float, end: float, share: float) -> float:
 
 
 def steps_of(length: float, total: int) -> float:
-    """A part of a run in steps: below 1 it is a share of all steps, else their number."""
+    """Convert a length to steps: below 1 it is a fraction of all steps, otherwise a number of steps."""
     return length if length >= 1 else length * total
 
 
 def onecycle(step: int, total: int, warmup: float) -> float:
-    """Up to the peak along a cosine, then down along another, as torch's OneCycleLR (without cycling momentum)."""
+    """Cosine up to the peak, then cosine down, as torch's OneCycleLR (without cycling momentum)."""
     peak = min(steps_of(warmup or ONECYCLE_WARMUP, total), total) - 1
     last = max(total - 1, 1)
     if step <= peak:
@@ -45,17 +45,17 @@ def _after_warmup(step: int, total: int, warmup: float, fall: Callable[[float], 
 
 
 def cosine(step: int, total: int, warmup: float) -> float:
-    """A linear climb over the warm-up, then half a cosine down to zero."""
+    """Linear warm-up, then half a cosine down to zero."""
     return _after_warmup(step, total, warmup, lambda share: _cosine(1.0, 0.0, share))
 
 
 def linear(step: int, total: int, warmup: float) -> float:
-    """A linear climb over the warm-up, then a straight line down to zero."""
+    """Linear warm-up, then linear decay to zero."""
     return _after_warmup(step, total, warmup, lambda share: 1.0 - share)
 
 
 def constant(step: int, total: int, warmup: float) -> float:
-    """A linear climb over the warm-up, then no change."""
+    """Linear warm-up, then no change."""
     return _after_warmup(step, total, warmup, lambda share: 1.0)
 
 
@@ -67,11 +67,11 @@ FALLS: dict[str, Callable[[float], float]] = {
 
 
 def wsd(step: int, total: int, warmup: float, decay: float = WSD_DECAY, decay_shape: str = "linear") -> float:
-    """Warm-up, stable, decay: a linear climb, then no change, then down to zero over the last steps.
+    """Warm-up, stable, decay: linear warm-up, then constant, then down to zero over the last steps.
 
     Args:
-        decay: How long it falls, as for `steps_of`.
-        decay_shape: Along what, one of `FALLS`.
+        decay: Length of the decay, as for `steps_of`.
+        decay_shape: Shape of the decay, a key of `FALLS`.
     """
     begin = max(total - round(steps_of(decay, total)), round(steps_of(warmup, total)))
     if step < begin:
@@ -89,14 +89,17 @@ SHAPES: dict[str, Callable[[int, int, float], float]] = {
 
 
 class Schedule:
-    """Sets the rate of every parameter group for each step. It has no state beyond the step number.
+    """Sets every parameter group's learning rate from the step number alone.
 
     Args:
-        optimizer: Its groups have their peak rates.
-        kind: One of `SHAPES`.
-        total_steps: Of the whole run; None: unknown.
-        warmup: How long it climbs, as for `steps_of`.
+        optimizer: Its groups hold their peak rates.
+        kind: A key of `SHAPES`.
+        total_steps: Steps of the whole run; None if unknown.
+        warmup: Length of the warm-up, as for `steps_of`.
         more: Further arguments of the shape.
+
+    Raises:
+        ConfigError: If the shape needs the number of steps and it is unknown.
     """
 
     metric: str | None = None
@@ -124,38 +127,38 @@ class Schedule:
             group["lr"] = peak * factor
 
     def shift(self, steps: int) -> None:
-        """Count so many steps more (or fewer) than were taken, because those covered more (or less) of the data."""
+        """Add `steps` to every step number, because those taken covered more (or, if negative, less) of the data."""
         self._shift = steps
 
     def after_step(self) -> None:
-        """Nothing: the next rate follows from the step's number."""
+        """Do nothing: the next rate follows from the step number."""
 
     def after_epoch(self, metric: float | None) -> None:
-        """Nothing: epochs do not matter here."""
+        """Do nothing: epochs do not matter here."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: see `load_state_dict`."""
+        """Return an empty state: see `load_state_dict`."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore: peaks come from the config, the position from the step number."""
+        """Do nothing: peaks come from the config, the position from the step number."""
 
 
 class TorchSchedule:
-    """A scheduler of torch's, or one written like them.
+    """Drives a torch scheduler, or one with the same interface.
 
     Args:
-        scheduler: Has `step()`, or `step(metric)` as `ReduceLROnPlateau`.
-        every: Whether it is stepped after every attempted `step` or every `epoch`; auto: every step, or every epoch if
+        scheduler: Has `step()`, or `step(metric)` like `ReduceLROnPlateau`.
+        every: Step it after every attempted `step` or after every `epoch`; `auto` means every step, or every epoch if
             it takes a metric.
-        metric: The metric it is told, if it takes one; None: the accuracy if it wants a maximum, else a loss.
+        metric: Name of the metric to pass, if it takes one; None for the accuracy if it maximizes, else a loss.
 
     Attributes:
-        metric: The metric it must be told; None: the validation loss, or the training loss where there is none.
+        metric: Name of the metric to pass; None for the validation loss, or the training loss without validation.
         note: How often it is stepped, in words.
 
     Raises:
-        ConfigError: It cannot be stepped so.
+        ConfigError: If it cannot be stepped that way.
     """
 
     def __init__(self, scheduler: Any, every: str = "auto", metric: str | None = None) -> None:
@@ -166,7 +169,7 @@ class TorchSchedule:
         self._by_metric = plateau or (argument is not None and argument.startswith("metric"))
         if argument is not None and not self._by_metric:
             raise ConfigError(
-                f"{name}.step() asks for {argument}, which nobody gives it; a scheduler is stepped by step(), or by "
+                f"{name}.step() needs {argument}, which it is not given; a scheduler is stepped by step(), or by "
                 "step(metric) once per epoch"
             )
         if self._by_metric and every == "step":
@@ -188,15 +191,15 @@ class TorchSchedule:
         self.note: str | None = f"the scheduler {name} is stepped {how}"
 
     def before_step(self, step: int) -> None:
-        """Nothing: torch's schedulers set the rate when stepped."""
+        """Do nothing: torch's schedulers set the rate when stepped."""
 
     def after_step(self) -> None:
-        """One attempted step has passed."""
+        """Step the scheduler unless it is stepped per epoch."""
         if not self._per_epoch:
             self._scheduler.step()
 
     def after_epoch(self, metric: float | None) -> None:
-        """An epoch has passed."""
+        """Step the scheduler if it is stepped per epoch, with the metric if it takes one."""
         if self._by_metric:
             if metric is not None:
                 self._scheduler.step(metric)
@@ -204,7 +207,7 @@ class TorchSchedule:
             self._scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's own state."""
+        """Return the scheduler's own state."""
         return dict(self._scheduler.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -213,12 +216,12 @@ class TorchSchedule:
 
 
 class WarmUp:
-    """Another schedule whose first rates climb to what it sets; it does not notice.
+    """Adds a linear warm-up to another schedule, which does not notice it.
 
     Args:
         schedule: Sets the rates.
-        optimizer: Where it sets them.
-        steps: How many climb.
+        optimizer: The optimizer whose rates it sets.
+        steps: Length of the warm-up.
     """
 
     def __init__(self, schedule: TorchSchedule | NoSchedule, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -239,18 +242,18 @@ class WarmUp:
             _set_rates(groups, [rate * (step + 1) / self._steps for rate in self._usual])
 
     def after_step(self) -> None:
-        """Put the rates back before the schedule goes on from them."""
+        """Restore the rates before the schedule continues from them."""
         if self._usual is not None:
             _set_rates(self._optimizer.param_groups, self._usual)
             self._usual = None
         self._schedule.after_step()
 
     def after_epoch(self, metric: float | None) -> None:
-        """An epoch has passed."""
+        """Pass the end of the epoch on to the schedule."""
         self._schedule.after_epoch(metric)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the schedule: how far the rates have climbed follows from the step's number."""
+        """Return the schedule's state; the warm-up's position follows from the step number."""
         return self._schedule.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -267,10 +270,10 @@ def _set_rates(groups: list[dict[str, Any]], rates: list[float]) -> None:
 
 
 class ChosenRates:
-    """The rates that a user has chosen; what a schedule or a checkpoint leaves in the optimizer is no peak.
+    """Remembers the peak rates that the user set, as schedules and checkpoints overwrite the optimizer's.
 
     Args:
-        optimizer: As the user gave it.
+        optimizer: The optimizer as the user passed it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -282,28 +285,28 @@ class ChosenRates:
         return [float(group.get("lr", 0.0)) for group in self._optimizer.param_groups]
 
     def note(self) -> None:
-        """Take in what the user has changed since `leave`."""
+        """Pick up rates that the user has changed since `leave`."""
         for place, rate in enumerate(self._now()):
             if place >= len(self._left) or rate != self._left[place]:
                 self._chosen[place : place + 1] = [rate]
 
     def leave(self) -> None:
-        """Call when a training or a checkpoint has set the rates."""
+        """Call after training or a checkpoint has set the rates."""
         self._left = self._now()
         self._chosen += self._left[len(self._chosen) :]
 
     def put_back(self) -> None:
-        """Set the chosen rates."""
+        """Restore the user's rates."""
         _set_rates(self._optimizer.param_groups, self._chosen)
 
 
 def schedule_of(
     optimizer: torch.optim.Optimizer, training: TrainingConfig, total_steps: int | None, kind: str | None = None
 ) -> Schedule:
-    """The schedule that a config names.
+    """Build the schedule that a config names.
 
     Args:
-        kind: Instead of `training.schedule`.
+        kind: Used instead of `training.schedule` if given.
     """
     name = training.schedule if kind is None else kind
     more = {"decay": training.decay, "decay_shape": training.decay_shape} if name == "wsd" else {}
@@ -313,46 +316,46 @@ def schedule_of(
 def warmed_up(
     schedule: TorchSchedule | NoSchedule, optimizer: torch.optim.Optimizer, warmup: float, total_steps: int | None
 ) -> AnySchedule:
-    """A schedule with a warm-up before it, as for `steps_of`; itself without one.
+    """Add a warm-up (a length as for `steps_of`) to a schedule; without one, return the schedule itself.
 
     Raises:
-        ConfigError: The warm-up is a share of a number of steps that is not known.
+        ConfigError: If the warm-up is a fraction of an unknown number of steps.
     """
     if not warmup:
         return schedule
     if total_steps is None and warmup < 1:
         raise ConfigError(
-            f"training.warmup: {warmup:g} is a share of the steps, and the data set has no length; give a number of "
+            f"training.warmup: {warmup:g} is a fraction of the steps, and the data set has no length; give a number of "
             "steps, or set training.max_steps"
         )
     return WarmUp(schedule, optimizer, round(steps_of(warmup, total_steps or 1)))
 
 
 class NoSchedule:
-    """The rates stay as the optimizer has them."""
+    """Leaves the optimizer's rates as they are."""
 
     metric: str | None = None
     note: str | None = None
 
     def before_step(self, step: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def after_step(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def after_epoch(self, metric: float | None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _needed_argument(step: Any) -> str | None:
-    """The first argument that a scheduler's `step` cannot do without."""
+    """Name of the first required argument of a scheduler's `step`."""
     try:
         parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):

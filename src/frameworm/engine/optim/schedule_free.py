@@ -1,8 +1,8 @@
-"""Optimizers without a schedule (package schedulefree): the weights to use are not those that gradients are taken at.
+"""Schedule-free optimizers (package schedulefree): the weights to use differ from those that are trained.
 
-Such an optimizer keeps a second point `z` beside every parameter, and what has been learnt is a mean of both. It would
-exchange them in place (`optimizer.eval()`), which rounds on the way there and back; here the mean is computed into the
-model for as long as it is needed, and the weights that train come back to the bit.
+Such an optimizer keeps a second point `z` beside every parameter; the weights to use are a mean of both. Its own
+`optimizer.eval()` swaps them in place, which rounds in both directions. Here the mean is computed into the model for as
+long as it is needed, and the training weights are restored bit for bit.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from frameworm.parallel.strategy import Strategy
 
 
 def is_schedule_free(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has weights to train with and others to use."""
+    """Whether an optimizer keeps one set of weights for training and another for use."""
     has_modes = callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
     return has_modes and all("train_mode" in group and "betas" in group for group in optimizer.param_groups)
 
 
 class ScheduleFreeWeights(AveragedWeights):
-    """The weights to use, computed when they are asked for; they need no memory of their own.
+    """The weights to use, computed on demand, so that they take no memory of their own.
 
     Args:
-        model: As the strategy has placed it.
-        optimizer: The one that updates it.
+        model: The model as the strategy has placed it.
+        optimizer: The optimizer that updates it.
         strategy: Knows which part of which parameters this rank updates.
     """
 
@@ -44,31 +44,31 @@ class ScheduleFreeWeights(AveragedWeights):
     @property
     def note(self) -> str:
         name = type(self._given).__name__
-        return f"validation scores the averaged weights of {name}; the model itself goes on with those that are trained"
+        return f"validation scores the averaged weights of {name}; the model keeps the trained ones"
 
     def _begin(self, names: Iterable[str]) -> None:
         self._averaged.update((name, self._named[name]) for name in names)
 
     def update(self, skipped: Tensor | None) -> None:
-        """Nothing: the optimizer does it."""
+        """Do nothing: the optimizer averages."""
 
     def take_over(self, earlier: AveragedWeights) -> None:
-        """Nothing: all of it is in the optimizer's state."""
+        """Do nothing: the optimizer's state holds everything."""
 
     def load_state(self, saved: dict[str, Any] | None) -> list[str]:
-        """Nothing: all of it is in the optimizer's state."""
+        """Do nothing: the optimizer's state holds everything."""
         return []
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Let the optimizer's other point be where the weights are now."""
+        """Reset the optimizer's second point to the current weights."""
         for parameter in self._averaged.values():
             other = self._given.state.get(parameter, {}).get("z")
             if other is not None:
                 own_part(other).copy_(own_part(parameter))
 
     def _shares(self) -> dict[nn.Parameter, float]:
-        """How far the weights to use lie from those that train, in multiples of the way to z."""
+        """Weight of `z` in the mean that gives each parameter's weights to use."""
         return {item: 1 - 1 / group["betas"][0] for group in self._given.param_groups for item in group["params"]}
 
     @torch.no_grad()
@@ -102,10 +102,10 @@ class ScheduleFreeWeights(AveragedWeights):
 def make_averages(
     config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
 ) -> AveragedWeights | None:
-    """The averages of weights that a config or an optimizer asks for.
+    """Create the weight averages that a config or an optimizer asks for; None if neither does.
 
     Raises:
-        ConfigError: Both do, or every rank has weights of its own.
+        ConfigError: If both ask for them, or if a schedule-free optimizer would run on ranks with separate weights.
     """
     decay, given = config.training.ema, strategy.given(optimizer)
     if is_schedule_free(given):

@@ -1,4 +1,4 @@
-"""From gradients to new parameters: weigh, unscale, clip, update, clear; a step with bad gradients is left out."""
+"""From gradients to new parameters: weight, unscale, clip, update, clear; steps with bad gradients are skipped."""
 
 from __future__ import annotations
 
@@ -16,24 +16,21 @@ from frameworm.engine.optim.half_weights import HalfWeights
 from frameworm.engine.optim.host_adamw import HostAdamW, are_plain, clip, norm_of
 from frameworm.engine.optim.schedule import AnySchedule
 from frameworm.parallel.strategy import Strategy
-
-
-def accepts_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer can leave out a step by itself, told by a flag on the device."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+from frameworm.torch_private.optimizers import accepts_found_inf, found_inf, hooks_of, mark_stepped
+from frameworm.torch_private.tensors import any_not_finite_, foreach_mul_, foreach_norm, sparse_values
 
 
 def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Give a fused SGD a momentum of zero before its first step.
+    """Initialize the momentum of a fused SGD to zero before its first step.
 
-    torch takes memory as it finds it and fills it in the first update. Where that is left out, the next update starts
-    from whatever lay there.
+    torch allocates it uninitialized and fills it in the first update. If that update is skipped, the next one would
+    start from whatever was in memory.
     """
-    inner = getattr(optimizer, "optim", optimizer)  # of one whose state is divided among ranks
+    inner = getattr(optimizer, "optim", optimizer)  # inside a ZeroRedundancyOptimizer
     if not isinstance(inner, torch.optim.SGD):
         return
     for group in inner.param_groups:
-        # With dampening the first update is another one than from zero.
+        # With dampening, a first update from zero momentum would give another result.
         if not (group["fused"] and group["momentum"]) or group["dampening"]:
             continue
         for parameter in group["params"]:
@@ -45,18 +42,18 @@ class Update:
     """Applies the gradients of one step.
 
     Args:
-        parameters: In the order in which their gradients are added up; those that the optimizer does not hold are left
-            alone.
-        check: Leave out steps with bad gradients also where nothing is clipped.
+        parameters: In the order in which their gradients are summed; those that the optimizer does not hold are
+            ignored.
+        check: Also skip steps with bad gradients when nothing is clipped.
 
     Attributes:
         lr: The first group's learning rate in the last step.
-        clip_norm: The largest norm of all gradients together; None: they are not clipped.
-        parameters: Those that the optimizer holds; frozen ones have no gradient.
-        look: Note which gradients are bad in every step; on a CPU that is done by itself where a step is bad.
-        finite: For each parameter with a gradient, whether that was finite in the last bad step that was looked at.
-        judged: These parameters.
-        averages: Moving averages of the weights, kept up with every update; None: there are none.
+        clip_norm: Largest total norm of the gradients; None for no clipping.
+        parameters: The parameters that the optimizer holds; frozen ones have no gradient.
+        look: Check in every step which gradients are bad; on a CPU every bad step is checked anyway.
+        finite: For each parameter in `judged`, whether its gradient was finite in the last bad step that was checked.
+        judged: The parameters that had a gradient in the last step.
+        averages: Moving averages of the weights, updated with every step; None if there are none.
     """
 
     def __init__(
@@ -87,16 +84,16 @@ class Update:
         if not self._on_cpu:
             begin_momentum(optimizer)
         self._sharded_by = strategy if strategy is not None and strategy.shards_parameters else None
-        # torch's own way of clearing records a profiler range at every call, which costs more than the clearing.
+        # torch's own zero_grad records a profiler range at every call, which costs more than the clearing.
         own = getattr(optimizer.zero_grad, "__func__", None)
         self._clears_itself = own is not torch.optim.Optimizer.zero_grad
         self.lr: torch.Tensor | float | None = None
         self.grad_norm: torch.Tensor | None = None
         self.skipped: torch.Tensor | None = None
         self.one_pass: FusedUpdate | None = None
-        self.halves: HalfWeights | None = None
+        self.half_weights: HalfWeights | None = None
         self._on_host = HostAdamW(optimizer) if self._on_cpu and HostAdamW.suits(optimizer) else None
-        # Sharded gradients are judged by their norm over all ranks.
+        # Sharded gradients are checked by their norm over all ranks.
         self._checks = check and self._scaler is None and clip_norm is None and (self._on_cpu or self._skips_on_device)
         self._wanted_check = check
         self._no, self._yes = (torch.tensor(value, device="cpu") for value in (0.0, 1.0))
@@ -105,7 +102,7 @@ class Update:
         self.judged: list[nn.Parameter] = []
 
     def follow(self) -> bool:
-        """Take in what was frozen, unfrozen or given to the optimizer since the last call; whether anything was."""
+        """Pick up parameters frozen, unfrozen or added to the optimizer since the last call; return whether any."""
         optimizer, strategy = self.optimizer, self._strategy
         groups = (optimizer if strategy is None else strategy.given(optimizer)).param_groups
         trainable = [item.requires_grad for group in groups for item in group["params"]]
@@ -125,30 +122,27 @@ class Update:
         self.averages = averages
 
     def find_one_pass(self) -> FusedUpdate | None:
-        """Clipping and update in one pass, where that is the same; worth it inside a graph, costly for the host."""
-        hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
-        if self._scaler is not None or any(hooks) or self._on_cpu:
+        """Return a one-pass clip and update, or None where unsupported; it pays off in a graph but costs host time."""
+        if self._scaler is not None or hooks_of(self.optimizer) or self._on_cpu:
             return None
         parameters = [item for item in self.parameters if item.requires_grad]
         if FusedUpdate.supports(self.optimizer, parameters, parameters[0].device) is not None:
             return None
-        return FusedUpdate(self.optimizer, parameters, self.halves)
+        return FusedUpdate(self.optimizer, parameters, self.half_weights)
 
     @property
     def note(self) -> str | None:
-        """What the summary has to say about bad gradients, if anything."""
+        """What the summary says about bad gradients, if anything."""
         if self._on_cpu or self._skips_on_device:
             return None
         name = type(self.optimizer).__name__
         if self._scaler is not None:
             return (
-                f"the host waits for the device in every step: {name} cannot leave out a step by itself "
+                f"the host waits for the device in every step: {name} cannot skip a step by itself "
                 "(use its fused form, fused=True)"
             )
         if self.clip_norm is not None or self._wanted_check:
-            return (
-                f"steps with non-finite gradients are not left out: {name} does not accept found_inf (use fused=True)"
-            )
+            return f"steps with non-finite gradients are not skipped: {name} does not accept found_inf (use fused=True)"
         return None
 
     def end_step(self) -> None:
@@ -158,10 +152,10 @@ class Update:
         self.schedule.after_step()
 
     def apply(self, factor: torch.Tensor | None) -> None:
-        """Update the parameters with the gradients at hand; all of it happens on the device.
+        """Update the parameters with the current gradients, entirely on the device.
 
         Args:
-            factor: What the gradients must be multiplied with first (a tensor on the device), or None for 1.
+            factor: Multiplies the gradients first (a tensor on the device); None for 1.
         """
         self._apply(factor)
         if self.averages is not None:
@@ -175,8 +169,8 @@ class Update:
             self.clear()
             return
         self.grad_norm = self.skipped = None
-        if self.halves is not None:
-            self.halves.collect()
+        if self.half_weights is not None:
+            self.half_weights.collect()
         if scaler is not None:
             scaler.unscale_(optimizer)
         if factor is not None or self.clip_norm is not None or self._checks or self.look:
@@ -190,7 +184,7 @@ class Update:
                 self._note(_finite(gradients))
             self.grad_norm = self._weigh_and_clip(having, gradients, factor)
         if scaler is not None:
-            self.skipped = _found_inf(scaler, optimizer)
+            self.skipped = found_inf(scaler, optimizer)
             scaler.step(optimizer)
             scaler.update()
         elif self.grad_norm is not None:
@@ -207,24 +201,24 @@ class Update:
         else:
             self._step()
         self.clear()
-        if self.halves is not None:
-            self.halves.refresh()
+        if self.half_weights is not None:
+            self.half_weights.refresh()
 
     def _weigh_and_clip(
         self, parameters: list[nn.Parameter], gradients: list[torch.Tensor], factor: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Returns the gradients' norm before clipping, None where nothing is clipped."""
+        """Weight and clip the gradients; return their norm before clipping, None if it is not needed."""
         if factor is not None:
-            torch._foreach_mul_(gradients, factor.to("cpu") if self._on_cpu else factor)
+            foreach_mul_(gradients, factor.to("cpu") if self._on_cpu else factor)
         if self.clip_norm is None and (not self._checks or self._sharded_by is None):
             return None
         plain = self._on_host is not None and self._sharded_by is None and bool(gradients) and are_plain(gradients)
         norm = norm_of(gradients) if plain else get_total_norm(gradients)
         if self._on_cpu and not self.look and not isfinite(norm.item()):
-            self.finite = _finite(gradients)  # before a bad norm spoils them all
+            self.finite = _finite(gradients)  # clipping by a bad norm would spoil them all
         if self._sharded_by is None:
             assert self.clip_norm is not None
-            # Within the limit they are multiplied by one; on a CPU asking costs less.
+            # Within the limit they would be multiplied by 1; on a CPU, reading the norm is cheaper.
             if not (self._on_cpu and norm.item() + 1e-6 <= self.clip_norm):
                 if plain:
                     clip(gradients, self.clip_norm, norm)
@@ -234,23 +228,23 @@ class Update:
         norm = self._sharded_by.norm_over_ranks(parameters, gradients, norm)
         if self.clip_norm is None:
             return norm
-        torch._foreach_mul_(gradients, (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        foreach_mul_(gradients, (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def _note(self, finite: torch.Tensor) -> None:
-        """Keep it unless all is well: who asks about a bad step does so later, when good ones may have followed."""
+        """Keep the last bad step's result: it is read later, when good steps may have followed."""
         before = self.finite
         if self._on_cpu:
             self.finite = before if finite.all() else finite
         elif before is None or before.shape != finite.shape or torch.cuda.is_current_stream_capturing():
             self.finite = finite
-        else:  # without asking the device
+        else:  # without synchronizing
             self.finite = torch.where(finite.all(), before, finite)
 
     def clear(self) -> None:
-        """Forget the gradients."""
-        if self.halves is not None:
-            self.halves.clear()
+        """Drop the gradients."""
+        if self.half_weights is not None:
+            self.half_weights.clear()
         if self._clears_itself:
             self.optimizer.zero_grad(set_to_none=True)
             return
@@ -259,31 +253,31 @@ class Update:
                 parameter.grad = None
 
     def _all_finite(self, gradients: list[torch.Tensor]) -> bool:
-        """Judge the gradients themselves where no norm is needed."""
-        # A norm is a third of the work of a look at each value. What is not finite makes it so, too.
-        if isfinite(sum(norm.item() for norm in torch._foreach_norm(_values(gradients)))):
+        """Check the gradients themselves when no norm is needed."""
+        # A norm takes a third of the time of checking each value, and non-finite values make it non-finite.
+        if isfinite(sum(norm.item() for norm in foreach_norm(_values(gradients)))):
             return True
         finite = _finite(gradients)
-        if finite.all():  # numbers all the same, but too large to be squared
+        if finite.all():  # finite, but too large to be squared
             return True
         if not self.look:
             self.finite = finite
         return False
 
     def _step_if(self, fine: bool) -> None:
-        """On a CPU asking costs nothing."""
+        """Step only if the gradients are fine; on a CPU the host knows without waiting."""
         self.skipped = self._no if fine else self._yes
         if fine:
             self._step()
-        elif hasattr(self.optimizer, "_opt_called"):
-            self.optimizer._opt_called = True  # torch's schedulers warn about a step without an update otherwise
+        else:
+            mark_stepped(self.optimizer)
 
     def _step(self) -> None:
         if self._on_host is None or not self._on_host.step():
             self.optimizer.step()
 
     def _step_unless(self, bad: torch.Tensor) -> None:
-        """On a device the optimizer itself leaves its update out, where it can."""
+        """Let the optimizer itself skip its update on the device, if it can."""
         if self._skips_on_device:
             self.skipped = bad
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
@@ -295,8 +289,8 @@ class Update:
 
 
 def _any_bad(gradients: list[torch.Tensor], flag: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
-    """One pass over the gradients that changes nothing; the flag becomes 1 where one is not finite."""
-    torch._amp_foreach_non_finite_check_and_unscale_(_values(gradients), flag, one)
+    """Set the flag to 1 if any gradient is not finite, in one pass that changes nothing else."""
+    any_not_finite_(_values(gradients), flag, one)
     return flag
 
 
@@ -305,11 +299,5 @@ def _finite(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _values(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients; of sparse ones what they hold."""
-    return [item._values() if item.is_sparse else item for item in gradients]
-
-
-def _found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-    """The flag `unscale_` raised for bad gradients; still on the device."""
-    flags = list(scaler._found_inf_per_device(optimizer).values())
-    return flags[0] if flags else None
+    """The gradients; for sparse ones, their stored values."""
+    return [sparse_values(item) if item.is_sparse else item for item in gradients]

@@ -1,8 +1,8 @@
 """Whether a model's output holds class scores, and how many of its answers are right.
 
-That targets are integers does not make them classes: they may be counts to regress on, or groups of embeddings. What
-tells is the loss: one that takes the target as an index into the scores treats it as a class. This is watched in the
-first validation batch, whoever has written the loss.
+Integer targets need not be classes: they may be counts to regress on, or groups of embeddings. The loss decides: if it
+uses the target as an index into the scores, the target is a class. This is observed in the first validation batch, for
+any loss.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from frameworm.torch_private.tensors import TorchDispatchMode
 
 IGNORED_TARGET = -100
 _aten = torch.ops.aten
 
 
 def class_dimensions(scores: Any, target: Any) -> list[int]:
-    """Where the classes may lie, by shape: in dimension 1, as torch's losses have it, or in the last."""
+    """Return the dimensions that may hold the classes, by shape: dimension 1, as in torch's losses, or the last."""
     if not isinstance(scores, torch.Tensor) or not isinstance(target, torch.Tensor) or not target.ndim:
         return []
     if target.is_floating_point() or target.dtype == torch.bool or scores.ndim != target.ndim + 1:
@@ -33,19 +34,19 @@ def class_dimensions(scores: Any, target: Any) -> list[int]:
 def right_answers(
     scores: torch.Tensor, target: torch.Tensor, dimension: int, ignored: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many targets were answered right, and how many there were; on the device, so that the host does not wait."""
+    """Count the targets answered right, and all targets; on the device, so that the host does not wait."""
     asked = (target >= 0) & (target != ignored)
     return ((scores.argmax(dimension) == target) & asked).sum(), asked.sum()
 
 
 class ClassLosses(TorchDispatchMode):
-    """Notices operations that take a batch's target as an index into scores.
+    """Observes operations that use a batch's target as an index into scores.
 
     Args:
         target: One integer per sample.
 
     Attributes:
-        seen: What was indexed, and the target that does not count.
+        seen: The indexed scores, and the ignored target of each operation.
     """
 
     def __init__(self, target: torch.Tensor) -> None:
@@ -73,9 +74,9 @@ class ClassLosses(TorchDispatchMode):
             self.seen.append((scores.detach(), ignored))
 
     def ignored_target(self, scores: torch.Tensor) -> int | None:
-        """The target that does not count, if the loss took the others for classes of these scores; else None.
+        """Return the ignored target if the loss treated the others as classes of these scores; else None.
 
-        What was indexed must rank the classes as the scores do: a head inside the loss has scores of its own.
+        The indexed tensor must rank the classes as the scores do, since a head inside the loss has other scores.
         """
         best = scores.argmax(1, keepdim=True)
         for indexed, ignored in self.seen:

@@ -1,4 +1,4 @@
-"""How a function wants to be called, by its signature; and what it was given, in words."""
+"""How to call a function, by its signature, and descriptions of the values it is given."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ def _signature(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def first_parameter(function: Callable[..., Any]) -> str | None:
-    """Name of the first parameter."""
+    """Return the name of the first parameter."""
     parameters = _signature(function)
     return parameters[0].name if parameters else None
 
 
 def parameter_names(function: Callable[..., Any]) -> set[str]:
-    """All parameters that have a name."""
+    """Return the names of all parameters except *args and **kwargs."""
     return {item.name for item in _signature(function) if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)}
 
 
 def takes_target_first(function: Callable[..., Any]) -> bool:
-    """Whether the names of its parameters say (target, output), the order of scikit-learn and Keras."""
-    targets = {"y_true", *TARGET_KEYS} - {"y"}  # which is an output to some
+    """Whether the parameter names indicate (target, output), the order of scikit-learn and Keras."""
+    targets = {"y_true", *TARGET_KEYS} - {"y"}  # y may also name an output
     first, second, *_ = [*(item.name for item in _signature(function)), "", ""]
     return first in targets and second != "" and second not in targets
 
 
 def takes_any_keyword(function: Callable[..., Any]) -> bool:
-    """Whether it takes keywords beside its own."""
+    """Whether the function takes **kwargs."""
     return any(item.kind is item.VAR_KEYWORD for item in _signature(function))
 
 
 def positional_parameters(function: Callable[..., Any]) -> tuple[int, float]:
-    """How many arguments a function needs by position, and how many it can take."""
+    """Return how many positional arguments a function requires, and how many it accepts."""
     found = _signature(function)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     places = [item for item in found if item.kind in kinds]
@@ -52,7 +52,7 @@ def positional_parameters(function: Callable[..., Any]) -> tuple[int, float]:
 
 
 def names_after(function: Callable[..., Any], taken: int) -> set[str]:
-    """Parameters that can be given by name when so many arguments are given by position."""
+    """Return the parameters that can be passed by name after `taken` positional arguments."""
     found = _signature(function)
     places = [item.name for item in found if item.kind is item.POSITIONAL_OR_KEYWORD]
     before = sum(item.kind is item.POSITIONAL_ONLY for item in found)
@@ -60,12 +60,12 @@ def names_after(function: Callable[..., Any], taken: int) -> set[str]:
 
 
 def is_sequence(value: Any) -> bool:
-    """Whether a value holds others in an order."""
+    """Whether a value is a sequence other than a string."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def describe(value: Any) -> str:
-    """A value of a batch or an output, in words."""
+    """Describe a value of a batch or an output."""
     if isinstance(value, torch.Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Does the recorded step do what the eager one does? Both from the same states, on different batches."""
+"""Check that the recorded step does the same as the eager one, from the same states, on different batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Compute = Callable[[StepBatch], torch.Tensor]
 
 
 class Comparison(NamedTuple):
-    """What is wrong with the recorded step, if anything, and how long a step takes both ways."""
+    """What is wrong with the recorded step, if anything, and the duration of an eager and a recorded step."""
 
     problem: str | None
     eager_s: float
@@ -31,10 +31,10 @@ class Comparison(NamedTuple):
 
 
 class CaptureCheck:
-    """Compares a recorded step with the eager one; the state of the training is left as it was.
+    """Compares a recorded step with the eager one and restores the state of the training.
 
     Args:
-        step: The eager step. What is recorded while its probe is set copies the gradients.
+        step: The eager step. A graph recorded while its probe is set copies the gradients.
     """
 
     def __init__(self, step: TrainStep) -> None:
@@ -44,16 +44,42 @@ class CaptureCheck:
         self.probe = GradientProbe(self._trained)
         self._device = step.strategy.device
 
+    def rehearse(self, batches: Sequence[StepBatch]) -> None:
+        """Do once, on this rank alone, what needs memory in `compare`.
+
+        In `compare` the other ranks would wait forever for a rank that runs out of memory. Sharded parameters are
+        gathered from all ranks in forward, so there only the copies are tried.
+
+        Raises:
+            torch.OutOfMemoryError: If there is not enough memory to compare.
+        """
+        step = self._step
+        begun = self._tensors.copy(), self._random()
+        try:
+            start = self._tensors.copy()
+            if step.strategy.shards_parameters:
+                return
+            for batch in batches:
+                with step.alone():
+                    result, factor = step.gradients(batch)
+                self.probe(factor, None, step.update)
+                outputs_of(result.loss, self.probe.gradients, self._tensors, start)
+                step.update.clear()
+            self._plain().errors(start, self.probe.gradients, self._tensors.live())
+        finally:
+            step.update.clear()
+            self._restore(*begun)
+
     def compare(
         self, eagerly: Compute, unrecorded: Compute, replayed: Compute, batches: Sequence[StepBatch]
     ) -> Comparison:
-        """Compute steps in three ways.
+        """Compute the same steps in three ways and compare them.
 
         Args:
-            eagerly: The step as it runs without capture.
-            unrecorded: What was recorded, run without a graph.
-            replayed: The graph, on a batch of its shape.
-            batches: Of that shape, different ones.
+            eagerly: Runs the step as without capture.
+            unrecorded: Runs the recorded function without a graph.
+            replayed: Replays the graph on a batch of its shape.
+            batches: Different batches of that shape.
         """
         begun = self._tensors.copy(), self._random()
         states: list[StateErrors] = []
@@ -82,14 +108,16 @@ class CaptureCheck:
         return outputs_of(loss, self.probe.gradients, self._tensors, saved)
 
     def _updates(self, before: Named, known: dict[str, float]) -> dict[str, float]:
-        """What the last, replayed step did to the parameters, beside torch's plain optimizer."""
+        """Compare the last, replayed step's update with that of torch's plain optimizer."""
         update = self._step.update
         if update.skipped is not None and bool(update.skipped):
             return known
-        names = {item: name for name, item in self._trained.items()}
-        plain = PlainUpdate(self._step.strategy.given(update.optimizer), names, update.clip_norm)
-        errors = plain.errors(before, self.probe.gradients, self._tensors.live())
+        errors = self._plain().errors(before, self.probe.gradients, self._tensors.live())
         return {name: max(times, known.get(name, 0.0)) for name, times in errors.items()}
+
+    def _plain(self) -> PlainUpdate:
+        update, names = self._step.update, {item: name for name, item in self._trained.items()}
+        return PlainUpdate(self._step.strategy.given(update.optimizer), names, update.clip_norm)
 
     def _seconds(self, compute: Compute, batch: StepBatch) -> float:
         self._wait()

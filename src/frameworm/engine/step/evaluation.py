@@ -1,4 +1,4 @@
-"""Validation and prediction: every sample once, over all ranks, nothing left changed in the model's mode."""
+"""Validation and prediction: every sample once, over all ranks; restores the model's mode."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from frameworm.parallel.strategy import Strategy
 
 NO_ACCURACY = (
     "this run has no accuracy: its loss does not take integer targets, one per sample, for classes of the model's "
-    "output (accuracy=True counts right answers all the same, where there are class scores)"
+    "output (accuracy=True counts right answers anyway, if there are class scores)"
 )
 _NOTHING: Any = object()
 
@@ -36,15 +36,15 @@ class Evaluation(NamedTuple):
     accuracy: float | None
     samples: int
     note: str | None = None
-    metrics: dict[str, float] = {}  # noqa: RUF012 - nobody writes into it
+    metrics: dict[str, float] = {}  # noqa: RUF012 - never modified
 
 
 def recorded_metrics(results: Mapping[str, Evaluation]) -> dict[str, float]:
-    """The metrics of a validation by the names under which an epoch records them.
+    """Return a validation's metrics by the names under which an epoch records them.
 
     Args:
-        results: Of each validation set by its name; the only one has none. The metrics of the first are also recorded
-            without its name, as its loss and accuracy are.
+        results: Results by name of the validation set; a single set has no name. Metrics of the first set are also
+            recorded without its name, like its loss and accuracy.
     """
     found: dict[str, float] = {}
     for place, (name, result) in enumerate(results.items()):
@@ -57,7 +57,7 @@ def recorded_metrics(results: Mapping[str, Evaluation]) -> dict[str, float]:
 
 
 def why_unwatched(setting: str, metric: str, there: Collection[str]) -> str:
-    """Why a setting cannot watch a metric that no validation has given."""
+    """Explain that a setting watches a metric that validation does not produce."""
     if metric.endswith("accuracy"):
         return f"{setting} watches {metric}, and {NO_ACCURACY}"
     known = ", ".join(["val_loss", "train_loss", *there])
@@ -73,14 +73,14 @@ def evaluate(
     strategy: Strategy,
     metrics: Metrics | None = None,
 ) -> Evaluation:
-    """Mean loss, accuracy where the model classifies, and the user's metrics, over all samples of all ranks.
+    """Compute mean loss, accuracy if the model classifies, and the user's metrics over all samples of all ranks.
 
-    The unwrapped model is called: ranks may hold different numbers of batches, so no collective may hide in forward.
-    Where one does, because parameters are gathered for it, every rank makes as many calls.
+    The unwrapped model is called: ranks may have different numbers of batches, so forward must not contain collectives.
+    If it does, because sharded parameters are gathered, all ranks make the same number of calls.
     """
     strategy.sync_buffers(model)
     modes = start_evaluation([model, *strategy.beside.modules.values()])
-    # loss x count, count, right answers, answers, samples; loss and number of batches; batches that tell no samples
+    # loss x count, count, right answers, answers, samples; loss and number of batches; batches of unknown size
     sums = torch.zeros(8, dtype=torch.float64, device=strategy.device)
     kind = ""
     places = None if not metrics else _Placed(batches, strategy)
@@ -130,10 +130,10 @@ def evaluate(
 def predict(
     model: nn.Module, batches: Iterable[Any], loss_function: LossFunction, precision: Precision, strategy: Strategy
 ) -> Any:
-    """The model's outputs for all samples of all ranks, in order, on the host of every rank; see `Outputs.joined`.
+    """Return the model's outputs for all samples of all ranks, in order, on every rank's host; see `Outputs.joined`.
 
     Raises:
-        DataError: The loader is empty, or each rank reads samples of its own in an order that nobody knows.
+        DataError: If the loader is empty, or each rank reads its own samples in an unknown order.
     """
     strategy.sync_buffers(model)
     placed, outputs = _Placed(batches, strategy), Outputs()
@@ -155,7 +155,7 @@ def predict(
     found: Any = None
     try:
         found = outputs.joined()
-    except DataError as error:  # the other ranks wait for it
+    except DataError as error:  # the other ranks wait for the result
         found = error
     found = broadcast_object(found)
     if isinstance(found, DataError):
@@ -164,7 +164,7 @@ def predict(
 
 
 class _Placed:
-    """Tells of each batch in turn where its samples belong; where nobody knows, after those of the ranks before."""
+    """Tells for each batch in turn where its samples belong; if unknown, after those of earlier ranks."""
 
     def __init__(self, batches: Any, strategy: Strategy) -> None:
         found = places_of(batches, strategy.rank, strategy.world_size)
@@ -174,7 +174,7 @@ class _Placed:
         self._passed = 0
 
     def next(self, size: int | None, output: Any) -> list[Place]:
-        """The places of the next batch, of `size` samples; None: as many as the output has rows."""
+        """Return the places of the next batch, which has `size` samples; None means one per row of the output."""
         places = next(self._places, None)
         if size is None:
             first = next(tensors_in(output), None)
@@ -190,7 +190,7 @@ def _alone(batches: Iterable[Any]) -> Iterator[tuple[SizedBatch, bool]]:
 
 
 def _in_step(batches: Iterable[Any], strategy: Strategy) -> Iterator[tuple[SizedBatch, bool]]:
-    """As many batches on every rank as the one with the most has; those that only fill up do not count."""
+    """Yield as many batches on every rank as the longest has; fillers are marked as not counting."""
     source, filler = sized(batches), _NOTHING
     while True:
         batch, size = next(source, (_NOTHING, None))
@@ -200,7 +200,7 @@ def _in_step(batches: Iterable[Any], strategy: Strategy) -> Iterator[tuple[Sized
         if not any(have):
             return
         if filler is _NOTHING and not all(have):
-            # Only in the first round can a rank have had nothing, and then all see it.
+            # A rank can be without any batch only in the first round, and then all ranks see it.
             donor = next(rank for rank, count in enumerate(have) if count)
             shared = broadcast_object(move_batch(batch, "cpu") if strategy.rank == donor else None, donor)
             filler = move_batch(shared, strategy.device)

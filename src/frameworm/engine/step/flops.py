@@ -1,7 +1,7 @@
-"""Counts the model's FLOPs in an early step of a run, and says what share of the device's peak later steps reach.
+"""Count the model's FLOPs in an early step, and compute the fraction of the device's peak that later steps reach.
 
-The second step is counted (the first pays for compiling), and the third too where batches do not tell their tokens, so
-that one odd width weighs less. Counting changes nothing that is computed; it costs a few microseconds an operation.
+The second step is counted (the first pays for compiling), and also the third if batches do not report their tokens, so
+that one odd width matters less. Counting changes no results; it costs a few microseconds per operation.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class FlopWatch:
     """Counts the FLOPs of one rank's step.
 
     Args:
-        device: Where it computes.
-        mark: Where the borders between phases go.
-        dry: Counts a batch without running it, for steps whose operations do not show; None: they show.
-        unseen: Why they can be counted in no way; None: they can.
+        device: The training device.
+        mark: Receives the phase boundaries.
+        dry: Counts a batch without running it, for steps whose operations cannot be observed; None if they can.
+        unseen: Why FLOPs cannot be counted at all; None if they can.
 
     Attributes:
         counted: Called once, when the count is complete.
-        notes: What the summary has to say about the count.
+        notes: What the summary says about the count.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class FlopWatch:
         self._total = FlopCount()
         self._samples = 0
         self._tokens, self._padded, self._squared, self._padded_squared = 0, 0, 0.0, 0.0
-        self._real = 0.0  # products of real tokens, where only a mask tells them
+        self._real = 0.0  # products of real tokens, if only a mask identifies them
         self.over = unseen is not None
         self.model: ModelFlops | None = None
         self.precision: str | None = None
@@ -63,7 +63,7 @@ class FlopWatch:
         self.notes: list[str] = [f"the model's FLOPs were not counted: {unseen}"] if unseen else []
 
     def watch(self, step: TrainStep, batch: StepBatch) -> StepResult:
-        """Compute a step, and count it if it is its turn."""
+        """Compute a step, and count it if it is one of those to count."""
         self._steps += 1
         if self._steps < _FIRST or not batch.local_samples:
             return step.compute(batch)
@@ -96,7 +96,7 @@ class FlopWatch:
             if name == phases.FORWARD:
                 counter.phase = BACKWARD
             elif name == phases.BACKWARD:
-                # What follows is the next micro-batch, or the optimizer, which is no work of the model's.
+                # Next comes another micro-batch, or the optimizer, which is not the model's work.
                 counter.phase = FORWARD
                 count, counter.count = counter.count, FlopCount()
                 self._take(count, next(micros, None))
@@ -132,13 +132,13 @@ class FlopWatch:
             ]
 
     def mfu(self, samples: float, tokens: float | None, squared_tokens: float | None, seconds: float) -> float | None:
-        """Share of this device's peak that steps of this rank reach; None where it is not known."""
+        """Fraction of this device's peak that this rank's steps reach; None if unknown."""
         if self.model is None or self.peak_per_s is None or seconds <= 0:
             return None
         return self.model.of(samples, tokens, squared_tokens) / seconds / self.peak_per_s
 
     def own_flops(self, aggregate: StepAggregate) -> float | None:
-        """FLOPs of the measured steps of this rank."""
+        """FLOPs of this rank's measured steps."""
         return None if self.model is None else aggregate.measured_flops(self.model)
 
     def _attention_share(self, aggregate: StepAggregate) -> float:
@@ -150,7 +150,7 @@ class FlopWatch:
         return attention / (self._real + attention)
 
     def result(self, aggregate: StepAggregate, flops: float, world_size: int) -> Flops | None:
-        """What the record says; `flops` are those of the measured steps of all ranks."""
+        """Build the record; `flops` is the sum over the measured steps of all ranks."""
         steps, seconds = aggregate.measured_steps, aggregate.measured_training_s
         if self.model is None or not steps:
             return None
@@ -167,7 +167,7 @@ class FlopWatch:
         )
 
     def expected(self, world_size: int) -> Flops | None:
-        """What can be said while the run goes on: later steps and other ranks are taken to be like those counted."""
+        """Estimate while the run is going on, assuming that later steps and other ranks are like the counted ones."""
         if self.model is None:
             return None
         tokens = (self._tokens, self._squared) if self._tokens else (None, None)
@@ -180,7 +180,7 @@ class FlopWatch:
 
 
 def precision_of(main_type: str | None, device: torch.device) -> tuple[str | None, float | None]:
-    """In which precision a type is multiplied on a device, and the dense peak there."""
+    """Return the precision in which a device multiplies a dtype, and its dense peak."""
     if main_type is None or device.type != "cuda":
         return main_type, None
     name = torch.cuda.get_device_name(device)
@@ -192,7 +192,7 @@ def precision_of(main_type: str | None, device: torch.device) -> tuple[str | Non
 
 
 def _real_share(micro: Any) -> float:
-    """Share of the computed tokens that are none of padding, by the batch's `attention_mask`; 1 where there is none."""
+    """Fraction of the computed tokens that are not padding, by the batch's `attention_mask`; 1 without one."""
     mask = micro.get("attention_mask") if isinstance(micro, Mapping) else None
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.is_floating_point() or not mask.numel():
         return 1.0

@@ -1,7 +1,7 @@
 """From a batch to a loss: the ways a model and a loss function may be written.
 
-The way is found once, from the loss function's and the model's signatures and the first batch; after that a step costs
-no inspection. `targets` and `output` are handed on where they are known, so that validation can count correct answers.
+The way is determined once, from the signatures of the loss function and the model and from the first batch; later steps
+inspect nothing. Targets and outputs are passed on if known, so that validation can count correct answers.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from frameworm.errors import FramewormError, LossError
 
 log = logging.getLogger("frameworm")
 _NOTHING_MORE: Mapping[str, Any] = {}
-# What Python raises where something is used as what it is not.
-WRONG_KIND = (TypeError, AttributeError, LookupError)
-_PAIRS = (tuple, list)  # what loaders mostly yield, told apart without asking an abstract class
+WRONG_KIND = (TypeError, AttributeError, LookupError)  # what Python raises for a value of the wrong kind
+_PAIRS = (tuple, list)  # what loaders mostly yield, checked without an abstract class
 
 THREE_WAYS = """frameworm needs a loss. Three ways to give it one:
   1. Trainer(model, optimizer, loss_fn=f) with f(output, target) for batches (input, target);
@@ -45,34 +44,34 @@ With integer targets and class scores as output, cross-entropy is used without a
 
 RETURNS = (
     "return one number as a tensor (the mean over the batch): alone, as `loss` in a mapping or object, or first in a "
-    "tuple. A number after it is its count, what the loss is the mean over: a whole number, and as a float above 1 at "
-    'first. All else after the loss is ignored, such as (loss, outputs) or (loss, {"accuracy": value}). A weight '
-    'that is no whole number needs a name: {"loss": loss, "count": 7.5}'
+    "tuple. A number after it is the count that the loss averages over: a whole number, or a float above 1 at first. "
+    'Anything else after the loss is ignored, such as (loss, outputs) or (loss, {"accuracy": value}). A fractional '
+    'weight needs a name: {"loss": loss, "count": 7.5}'
 )
 
 
 @dataclass(slots=True)
 class Computed:
-    """The loss of one micro-batch."""
+    """Loss, output and target of one micro-batch."""
 
     loss: torch.Tensor
-    count: torch.Tensor | float | None  # what the loss is the mean over, if the loss says so
+    count: torch.Tensor | float | None  # what the loss is averaged over, if the loss function returns it
     output: Any
     target: torch.Tensor | None
 
 
 class LossFunction:
-    """Computes the loss of a batch in the way that fits; the way is settled at the first batch.
+    """Computes the loss of a batch in the way that fits, which the first batch determines.
 
     Args:
-        model: Unwrapped: its signature tells how batches are meant.
+        model: The unwrapped model, whose signature shows how to pass batches.
         loss_fn: As for `Trainer`.
-        accuracy: Whether validation counts right answers; auto: where the loss takes the target for a class.
+        accuracy: Whether validation counts right answers; auto does if the loss treats the target as a class.
 
     Attributes:
-        notes: What the summary has to say about the loss.
-        first_look: Called once, with the first batch that is to be computed without padding and what computes a loss.
-        keeps_output: Find out what the model returned, and the target, also where loss_fn(model, batch) calls it.
+        notes: What the summary says about the loss.
+        first_look: Called once, with the first batch to compute without padding and a function that computes a loss.
+        keeps_output: Whether to capture the model's output and the target even if loss_fn(model, batch) calls it.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class LossFunction:
         self._takes_logits: bool | None = None
         self._way: Callable[[nn.Module, Any], Computed] | None = None
         self._accuracy = accuracy
-        self._scoring: tuple[int, int] | None = None  # dimension of the classes, target that does not count
+        self._scoring: tuple[int, int] | None = None  # dimension of the classes, and ignored target
         self._asked_for_scoring = not self.may_score
         self.notes: list[str] = []
         self.first_look: Callable[[Any, Callable[[Any], torch.Tensor]], None] | None = None
@@ -108,11 +107,11 @@ class LossFunction:
 
     @property
     def may_score(self) -> bool:
-        """Whether there may be an accuracy; for certain it is known after the first validation batch."""
+        """Whether there may be an accuracy; certain only after the first validation batch."""
         return self._accuracy is not False and not self._takes_model
 
     def __call__(self, model: nn.Module, batch: Any) -> Computed:
-        """Loss of a batch; `model` is the module to call, which may be wrapped."""
+        """Compute the loss of a batch; `model` is the module to call, which may be wrapped."""
         if self.first_look is not None and is_planned(batch):
             look, self.first_look = self.first_look, None
             look(batch, lambda given: self(self._model, given).loss)
@@ -126,7 +125,7 @@ class LossFunction:
     def _by_part_or_whole(
         self, model: nn.Module, batch: Any, by_part: Callable[[nn.Module, Any], Computed]
     ) -> Computed:
-        """The first batch of a model with one parameter, which may be the input or the whole batch with its target."""
+        """Compute the first batch of a model with one parameter, which may be the input or the whole batch."""
         random = torch.get_rng_state()
         try:
             return by_part(model, batch)
@@ -150,9 +149,9 @@ class LossFunction:
         return self._own(model(batch), batch)
 
     def output_of(self, model: nn.Module, batch: Any) -> Any:
-        """The model's answer to a batch, without a loss: its logits where it has some, else all that it returns.
+        """Return the model's output for a batch, without a loss: its logits if it has any, else all that it returns.
 
-        The target of the batch, if there is one, is left out unless the model cannot do without it.
+        The batch's target, if any, is not passed unless the model requires it.
         """
         batch = take_plan(batch)
         inputs, _ = self._split(batch)
@@ -176,15 +175,15 @@ class LossFunction:
         return _logits(model(batch))
 
     def answer(self, computed: Computed) -> Any:
-        """What a metric is given of a model's output: what the loss was computed from."""
+        """Return what a metric gets of a model's output: what the loss was computed from."""
         output = computed.output
         if self._way == self._by_user_pair:
             return _logits(output) if self._takes_logits else output
         found = _logits(output) if self._way == self._by_user_whole else _scores(output)
-        return None if _is_scalar(found) else found  # a loss is no answer
+        return None if _is_scalar(found) else found  # a loss is not an output
 
     def scored(self, model: nn.Module, batch: Any) -> tuple[Computed, tuple[torch.Tensor, torch.Tensor] | None]:
-        """Loss of a batch, with the number of right answers and of all answers where the output holds class scores."""
+        """Compute the loss of a batch, and if there are class scores, the numbers of right and of all answers."""
         if self._asked_for_scoring:
             computed = self(model, batch)
         else:
@@ -195,12 +194,12 @@ class LossFunction:
         return computed, right_answers(_scores(computed.output), computed.target, *self._scoring)
 
     def _watched(self, model: nn.Module, batch: Any) -> tuple[Computed, tuple[int, int] | None]:
-        """Loss of the first validation batch, and how answers are counted from there on."""
+        """Compute the first validation batch's loss; also return how to count answers from now on."""
         target = self._split(batch)[1]
         watch = None
         by_class = isinstance(target, torch.Tensor) and target.ndim == 1 and not target.is_floating_point()
         if by_class and self._accuracy == "auto" and self._class_dimension is not None:
-            # Our own cross-entropy, as training has settled; to watch a loss loads torch's compiler.
+            # Training has chosen our own cross-entropy; observing a loss would import torch's compiler.
             return self(model, batch), (self._class_dimension, IGNORED_TARGET)
         if by_class:
             watch = ClassLosses(target)
@@ -213,8 +212,8 @@ class LossFunction:
         if self._accuracy is True:
             if not dimensions:
                 raise LossError(
-                    f"accuracy=True, but {describe(computed.output)} for a target {describe(target)} is no set of "
-                    "class scores: it takes integer targets and a score for each of two classes or more"
+                    f"accuracy=True, but {describe(computed.output)} for a target {describe(target)} is not a set of "
+                    "class scores, which take integer targets and scores for at least two classes"
                 )
             return computed, (self._class_dimension or dimensions[0], IGNORED_TARGET)
         ignored = None if watch is None or not dimensions else watch.ignored_target(scores)
@@ -237,7 +236,7 @@ class LossFunction:
         return self._by_output
 
     def _find_target_name(self, batch: Any, inputs: Any) -> str | None:
-        """The parameter of the model that wants the target; such a model is expected to return its own loss."""
+        """Find the model's parameter for the target; such a model is expected to return its own loss."""
         if isinstance(batch, Mapping):
             key = _target_key(batch)
             return key if key in self._forward_names or self._takes_any_keyword else None
@@ -245,7 +244,7 @@ class LossFunction:
         return next((name for name in TARGET_KEYS if name in names_after(self._model.forward, taken)), None)
 
     def _needs_all_of(self, batch: Any, inputs: Any) -> bool:
-        """Whether the model cannot do without an item of the batch, its last one too."""
+        """Whether the model requires every item of the batch, including the last."""
         needed = self._required
         return is_sequence(batch) and needed >= len(batch) > 1 and len(self._arguments(inputs)) < needed
 
@@ -260,8 +259,8 @@ class LossFunction:
                 hook.remove()
         if len(outputs) > 1:
             raise LossError(
-                f"loss_fn(model, batch) calls the model {len(outputs)} times, so nobody knows which output a metric is "
-                "about; write loss_fn(output, target), or give no metrics"
+                f"loss_fn(model, batch) calls the model {len(outputs)} times, so it is unclear which output a metric "
+                "means; write loss_fn(output, target), or give no metrics"
             )
         if not outputs:
             return Computed(loss, count, None, None)
@@ -275,10 +274,7 @@ class LossFunction:
         return Computed(loss, count, output, target)
 
     def _apply(self, output: Any, target: Any) -> Any:
-        """Call the loss function with the model's output as it is, or with its logits if it cannot take the whole.
-
-        Which of them it takes is settled by the first batch.
-        """
+        """Call the loss function with the model's output, or with its logits if it does not accept the whole."""
         assert self._loss_fn is not None
         logits = _logits(output)
         if logits is output or self._takes_logits is False:
@@ -300,7 +296,7 @@ class LossFunction:
         return self._own(output, batch)
 
     def _own(self, output: Any, batch: Any) -> Computed:
-        """The loss in a model's output."""
+        """Extract the loss from a model's output."""
         loss = _own_loss(output, anywhere=True)
         if loss is None:
             raise LossError(f"the model returned {describe(output)} for {describe(batch)}.\n{THREE_WAYS}")
@@ -312,12 +308,12 @@ class LossFunction:
         try:
             output = self._call(model, inputs) if name is None else self._call(model, inputs, {name: target})
         except TypeError as error:
-            # Of a forward(**anything) only a call tells whether it takes the target.
+            # For a forward(**kwargs), only a call shows whether it takes the target.
             if name in self._forward_names or f"unexpected keyword argument '{name}'" not in str(error):
                 raise
             name = self._target_name = None
             output = self._call(model, inputs)
-        # A tensor of several dimensions is neither a loss nor something that holds one.
+        # A tensor with several dimensions neither is a loss nor contains one.
         scores = output
         if not isinstance(output, torch.Tensor) or output.dim() < 2:
             own = _own_loss(output, anywhere=name is not None)
@@ -344,7 +340,7 @@ class LossFunction:
         return dimensions[0]
 
     def _split(self, batch: Any) -> tuple[Any, Any]:
-        """The batch as (inputs, target); target None when there is none."""
+        """Split a batch into (inputs, target); the target is None if there is none."""
         if type(batch) in _PAIRS and len(batch) == 2:
             return batch[0], batch[1]
         if isinstance(batch, Mapping):
@@ -361,16 +357,16 @@ class LossFunction:
     def _call(self, model: nn.Module, inputs: Any, more: Mapping[str, Any] = _NOTHING_MORE) -> Any:
         if isinstance(inputs, torch.Tensor):
             return model(inputs, **more)
-        # A model that takes one mapping gets it whole; one that names the keys gets them by name.
+        # A model with one parameter gets a mapping whole; one whose parameters are named like the keys gets keywords.
         if isinstance(inputs, Mapping) and (self._takes_any_keyword or not self._forward_names.isdisjoint(inputs)):
             return model(**inputs, **more)
         return model(*self._arguments(inputs), **more)
 
     def _arguments(self, inputs: Any) -> Sequence[Any]:
-        """What the model gets by position: inputs as they were collated.
+        """Return the positional arguments of the model: inputs as they were collated.
 
-        Several inputs are given one by one, unless forward takes no more than one. A nested one is given whole, unless
-        forward cannot do with one.
+        Several inputs are passed one by one, unless forward takes only one. A nested input is passed whole, unless
+        forward requires several.
         """
         if isinstance(inputs, _Inputs):
             return inputs if self._most > 1 or len(inputs) == 1 else (tuple(inputs),)
@@ -380,7 +376,7 @@ class LossFunction:
         return (inputs,)
 
     def _loss_and_count(self, result: Any, source: str) -> tuple[torch.Tensor, torch.Tensor | float | None]:
-        """The loss in what a loss function returned, and its count; see `RETURNS`."""
+        """Extract loss and count from what a loss function returned; see `RETURNS`."""
         count = None
         if isinstance(result, torch.Tensor):
             loss: Any = result
@@ -398,7 +394,7 @@ class LossFunction:
         return loss.reshape(()), count
 
     def _count(self, value: Any, source: str) -> torch.Tensor | float | None:
-        """The count in a loss function's second value; whether that is one is settled by the first."""
+        """Return a loss function's second value if it is a count; the first batch determines whether it is."""
         is_number = _is_number(value)
         first = self._counts is None
         if first:
@@ -413,10 +409,10 @@ class LossFunction:
             number = float(value)
             is_float = value.is_floating_point() if isinstance(value, torch.Tensor) else isinstance(value, float)
             if not math.isfinite(number) or number < 0 or number % 1 or (first and is_float and number <= 1):
-                raise LossError(f"{source} returned (loss, {number:g}), and {number:g} is no count; {RETURNS}")
+                raise LossError(f"{source} returned (loss, {number:g}), and {number:g} is not a count; {RETURNS}")
             if first:
                 note = (
-                    f"micro-batches are weighed by the count that loss_fn returns after the loss ({number:g} at first)"
+                    f"micro-batches are weighted by the count that loss_fn returns after the loss ({number:g} at first)"
                 )
                 self.notes.append(note)
                 log.info("%s", note)
@@ -425,7 +421,7 @@ class LossFunction:
 
 
 class _Inputs(tuple[Any, ...]):
-    """Items of a batch that are a model's arguments one by one."""
+    """Items of a batch that are passed to a model as separate arguments."""
 
     __slots__ = ()
 
@@ -433,7 +429,7 @@ class _Inputs(tuple[Any, ...]):
 def _cross_entropy(
     scores: torch.Tensor, target: torch.Tensor, dimension: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Mean over samples; over real positions when there is one target per position."""
+    """Average over samples, or over real positions if there is one target per position."""
     if target.ndim == 1:
         return F.cross_entropy(scores, target), None
     if dimension != 1:
@@ -448,7 +444,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a loss function's second value is a number; the predictions for a single sample are none."""
+    """Whether a loss function's second value is a number, rather than the predictions for a single sample."""
     if isinstance(value, torch.Tensor):
         if value.dtype == torch.bool or value.is_complex():
             return False
@@ -457,10 +453,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _own_loss(output: Any, anywhere: bool = False) -> torch.Tensor | None:
-    """The loss that a model returned: a scalar, under the name `loss`, or first in a tuple.
+    """Find the loss that a model returned: a scalar, under the name `loss`, or first in a tuple.
 
     Args:
-        anywhere: Take it from any place in the tuple if no other item is a scalar.
+        output: What the model returned.
+        anywhere: Whether it may be anywhere in the tuple if no other item is a scalar.
     """
     loss = output
     if not isinstance(output, torch.Tensor):
@@ -475,14 +472,14 @@ def _own_loss(output: Any, anywhere: bool = False) -> torch.Tensor | None:
 
 
 def _logits(output: Any) -> Any:
-    """The `logits` of a model's output where it has some, else the output itself."""
+    """Return the `logits` of a model's output if it has any, else the output itself."""
     if isinstance(output, Mapping) and "logits" in output:
         return output["logits"]
     return getattr(output, "logits", output)
 
 
 def _scores(output: Any) -> Any:
-    """The tensor of scores inside a model's output."""
+    """Return the tensor of scores inside a model's output."""
     found = _logits(output)
     if isinstance(found, _PAIRS):
         return next((item for item in found if isinstance(item, torch.Tensor) and item.ndim > 1), None)
@@ -494,7 +491,7 @@ def _target_key(batch: Mapping[str, Any]) -> str | None:
 
 
 def _target_attribute(batch: Any) -> Any:
-    """The target of a batch that is an object, such as a dataclass, whose model takes it whole."""
+    """Return the target of a batch that is an object, such as a dataclass, which the model takes whole."""
     if isinstance(batch, torch.Tensor):
         return None
     return next((found for key in TARGET_KEYS if (found := getattr(batch, key, None)) is not None), None)

@@ -1,8 +1,7 @@
-"""The user's metrics over a validation set: each equals what one process would compute over all of its samples.
+"""The user's metrics over a validation set, equal to what one process would compute over all samples.
 
-A function gets the outputs and targets of the whole set at once, on the host of rank 0. An object of torchmetrics is
-updated batch by batch where the batches are; at the end its states are brought together, also from ranks that had
-fewer batches, or none.
+A function gets the outputs and targets of the whole set at once, on rank 0's host. A torchmetrics object is updated
+batch by batch on each rank; at the end its states are joined, including those of ranks with fewer batches or none.
 """
 
 from __future__ import annotations
@@ -27,10 +26,11 @@ _TAKEN = ("loss", "accuracy")
 
 
 def check_metrics(metrics: Any) -> dict[str, Any]:
-    """The metrics by name, a collection of torchmetrics taken apart.
+    """Validate metrics and return them by name, with torchmetrics collections expanded.
 
     Raises:
-        ConfigError: One is neither a function nor an object with update and compute, or its name is taken.
+        ConfigError: If one is neither a function nor an object with update and compute, or its name is invalid or
+            taken.
     """
     if metrics is None:
         return {}
@@ -44,7 +44,7 @@ def check_metrics(metrics: Any) -> dict[str, Any]:
             found[name] = metric
     for name, metric in found.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ConfigError(f"metrics: {name!r} is no name; use letters, digits and _ . @ -")
+            raise ConfigError(f"metrics: {name!r} is not a name; use letters, digits and _ . @ -")
         if name in _TAKEN:
             raise ConfigError(f"metrics: {name} is what validation computes itself; choose another name")
         if isinstance(metric, type):
@@ -58,20 +58,20 @@ def check_metrics(metrics: Any) -> dict[str, Any]:
 
 
 def higher_is_better(metric: Any) -> bool | None:
-    """What an object of torchmetrics says about itself; None of others."""
+    """Return a torchmetrics object's `higher_is_better`; None if it has none."""
     found = getattr(metric, "higher_is_better", None)
     return found if isinstance(found, bool) else None
 
 
 class Metrics:
-    """Computes metrics over one validation set after the other.
+    """Computes metrics over one validation set at a time.
 
     Args:
-        given: As `check_metrics` returned them.
-        strategy: Where and with whom this rank computes.
+        given: The metrics, from `check_metrics`.
+        strategy: The strategy of the run.
 
     Raises:
-        ConfigError: A metric cannot be brought together from several ranks.
+        ConfigError: If a metric cannot be combined over several ranks.
     """
 
     def __init__(self, given: Mapping[str, Any], strategy: Strategy) -> None:
@@ -92,7 +92,7 @@ class Metrics:
         return bool(self._names)
 
     def start(self) -> None:
-        """A validation begins."""
+        """Begin a validation."""
         self._outputs = Outputs()
         for metric in self._running.values():
             if callable(getattr(metric, "reset", None)):
@@ -101,10 +101,10 @@ class Metrics:
                 metric.to(self._strategy.device)
 
     def add(self, output: Any, target: Any, places: list[Place]) -> None:
-        """Take in one batch.
+        """Add one batch.
 
         Raises:
-            ConfigError: There is no output, or no target, for a metric to be about.
+            ConfigError: If there is no output or no target.
         """
         if output is None or target is None:
             what = "its loss alone" if output is None else "an output, but the batch has no target"
@@ -118,10 +118,10 @@ class Metrics:
             metric.update(full_precision(output), target)
 
     def finish(self) -> dict[str, float]:
-        """The value of each metric over all samples of all ranks; all ranks must call it and get the same.
+        """Return the value of each metric over all samples of all ranks. All ranks must call it and get the same.
 
         Raises:
-            ConfigError: A metric is not one number.
+            ConfigError: If a metric is not a number or a mapping of numbers.
         """
         found: dict[str, float] | Exception = {}
         states = gather_objects([_states_of(metric) for metric in self._running.values()])
@@ -129,7 +129,7 @@ class Metrics:
             joined = self._outputs.joined() if self._functions else None
             if self._strategy.rank == 0:
                 found = self._compute(joined, states or [])
-        except Exception as error:  # the other ranks wait for it
+        except Exception as error:  # the other ranks wait for the result
             found = error
         if self._strategy.world_size > 1:
             found = broadcast_object(_sendable(found))
@@ -154,18 +154,18 @@ def _is_running(metric: Any) -> bool:
 
 
 def _is_collection(metrics: Any) -> bool:
-    """Whether this is a MetricCollection: metrics by name that are no plain mapping."""
+    """Whether this is a MetricCollection rather than a plain mapping."""
     return _is_running(metrics) and callable(getattr(metrics, "items", None))
 
 
 def _with_states(metric: Any) -> list[Any]:
-    """A metric of torchmetrics, and those inside of it: what holds states, and says how they are joined."""
+    """Return a torchmetrics object and those nested in it, which hold states and say how to join them."""
     modules: Iterator[Any] = metric.modules() if isinstance(metric, nn.Module) else iter(())
     return [item for item in modules if isinstance(getattr(item, "_reductions", None), dict)]
 
 
 def _states_of(metric: Any) -> list[dict[str, Any]]:
-    """The states of a metric on the host, to be sent to rank 0; a rank without batches has none."""
+    """Return a metric's states on the host, to send to rank 0; empty on a rank without batches."""
     return [
         {name: on_host(getattr(item, name)) for name in item._reductions} if item.update_called else {}
         for item in _with_states(metric)
@@ -174,7 +174,7 @@ def _states_of(metric: Any) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _brought_together(metric: Any, ranks: list[list[dict[str, Any]]], device: torch.device) -> Iterator[None]:
-    """Meanwhile a metric holds the states of all ranks, joined as it says, and does not ask the others itself."""
+    """Put the joined states of all ranks into a metric, and keep it from synchronizing by itself."""
     kept = []
     for place, item in enumerate(_with_states(metric)):
         names = ("distributed_available_fn", "_update_count", *item._reductions)
@@ -187,13 +187,13 @@ def _brought_together(metric: Any, ranks: list[list[dict[str, Any]]], device: to
     try:
         yield
     finally:
-        for item, before in reversed(kept):  # a wrapper and what it wraps may hold the same states
+        for item, before in reversed(kept):  # a wrapper and the metric that it wraps may hold the same states
             for name, value in before.items():
                 setattr(item, name, value)
 
 
 def _joined(values: list[Any], reduction: Any, device: torch.device) -> Any:
-    """One state of several ranks: tensors are stacked, lists joined end to end, and then reduced."""
+    """Join one state of several ranks: stack tensors or concatenate lists, then reduce."""
     joined: Any = [part for value in values for part in (value if isinstance(value, list) else [value])]
     if isinstance(values[0], torch.Tensor):
         joined = torch.stack(values)
@@ -207,7 +207,7 @@ def _alone() -> bool:
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
-    """A metric's value as a number, or several under names of their own."""
+    """Convert a metric's value to numbers by name."""
     if isinstance(value, Mapping):
         return {
             key: number for inner, item in value.items() for key, number in _numbers(f"{name}_{inner}", item).items()
@@ -222,7 +222,7 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
 
 
 def _sendable(found: dict[str, float] | Exception) -> dict[str, float] | Exception:
-    """An error as the other ranks can raise it: what the user's code raised need not survive a pickle."""
+    """Wrap an error so that other ranks can raise it: the user's own error may not be picklable."""
     if isinstance(found, Exception) and not isinstance(found, FramewormError):
         return ConfigError(f"a metric failed: {type(found).__name__}: {found}")
     return found

@@ -1,4 +1,4 @@
-"""A training step in fp64, on a copy of the model: what the step should give but for rounding."""
+"""A training step in fp64 on a copy of the model: the step's result without rounding errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from frameworm.parallel.strategy import Strategy
 
 
 class PreciseStep:
-    """The step of a run in fp64, on a copy of its model; `works` is false once the model has refused."""
+    """A run's step in fp64 on a copy of its model; `works` becomes False when the model fails in fp64."""
 
     def __init__(self, step: TrainStep | None, tensors: StepTensors | None) -> None:
         self._step = step
@@ -30,7 +30,7 @@ class PreciseStep:
 
     @classmethod
     def of(cls, eager: TrainStep, loss_fn: Any) -> PreciseStep:
-        """A copy of a run's step; one that does not work where there can be none."""
+        """Copy a run's step; the result has `works=False` if no copy is possible."""
         strategy = eager.strategy
         if strategy.world_size > 1 or strategy.name != "single" or strategy.beside.parameters:
             return cls(None, None)
@@ -38,20 +38,20 @@ class PreciseStep:
             model = copy.deepcopy(eager.model).double()
             if isinstance(loss_fn, nn.Module):
                 loss_fn = copy.deepcopy(loss_fn).double()
-        except Exception:  # whatever a model raises, it cannot be copied
+        except Exception:  # a model may raise anything
             return cls(None, None)
         alone = Strategy(strategy.device)
         step = copy.copy(eager)
         step.update = copy.copy(eager.update)
-        step.update.halves = None
+        step.update.half_weights = None
         step.model = step.wrapped = model
         step.strategy = alone
         step.loss_function = LossFunction(model, loss_fn, False)
-        step.halving = step.probe = None
+        step.splitter = step.probe = None
         return cls(step, StepTensors(model.named_parameters(), model.named_buffers()))
 
     def outputs(self, batch: StepBatch, state: Named) -> Sketches | None:
-        """What the step gives from a state; None where the model refuses fp64 or there is no memory for it."""
+        """Compute the step from a state; None if the model fails in fp64 or memory is short."""
         assert self._step is not None
         assert self._tensors is not None
         step, model = self._step, self._step.model
@@ -64,7 +64,7 @@ class PreciseStep:
             named = model.named_parameters()
             gradients = {name: dense(item.grad) * scale for name, item in named if item.grad is not None}
             return outputs_of(result.loss, gradients, self._tensors, before)
-        except Exception:  # whatever a model or its kernels raise, it does not compute in fp64
+        except Exception:  # a model or its kernels may raise anything
             self.works = False
             return None
         finally:
@@ -72,7 +72,7 @@ class PreciseStep:
 
 
 def copied(batch: StepBatch, *, in_fp64: bool = False) -> StepBatch:
-    """A batch that a step may change in place."""
+    """Copy a batch so that a step may change it in place."""
 
     def copy_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(torch.float64 if in_fp64 and tensor.is_floating_point() else tensor.dtype, copy=True)

@@ -1,4 +1,4 @@
-"""The gradients of a step just before clipping and update, copied to where a CUDA graph can write them too."""
+"""Copies of a step's gradients just before clipping and update, in buffers that a CUDA graph can write too."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import torch
 from torch import nn
 
 from frameworm.engine.optim.update import Update
+from frameworm.torch_private.tensors import sparse_values
 
 
 class GradientProbe:
-    """Copies the gradients of each step, unscaled and weighed, before anything else reads them.
+    """Copies the gradients of each step, unscaled and weighted, before anything else reads them.
 
     Attributes:
-        gradients: Those of the last step by parameter; a parameter without one is not there.
+        gradients: Gradients of the last step by parameter name, without parameters that have none.
 
     Args:
-        parameters: The trainable ones, by name.
+        parameters: The trainable parameters by name.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -28,25 +29,25 @@ class GradientProbe:
         self.gradients: dict[str, torch.Tensor] = {}
 
     def pass_on(self, factor: float) -> None:
-        """Multiply the gradients with this before the update, also in a graph that was recorded before."""
+        """Multiply gradients by `factor` before the update, also in graphs recorded earlier."""
         for tensor in self._passed_on.values():
             tensor.fill_(factor)
 
     @torch.no_grad()
     def __call__(self, factor: torch.Tensor | None, scale: torch.Tensor | None, update: Update) -> None:
-        """Copy what there is; `factor` and `scale` are what gradients must be multiplied with and divided by."""
+        """Copy the gradients, multiplied by `factor` and divided by `scale`."""
         self.gradients = {}
         for name, parameter in self._parameters.items():
-            half = None if update.halves is None else update.halves.beside(parameter)
+            half = None if update.half_weights is None else update.half_weights.beside(parameter)
             parts = [item.grad for item in (parameter, half) if item is not None and item.grad is not None]
             if not parts:
                 continue
-            if parts[0].is_sparse:  # no graph records these
+            if parts[0].is_sparse:  # no graph records sparse gradients
                 self.gradients[name] = _multiplied(parts[0].clone(), factor, scale)
             else:
                 self.gradients[name] = _multiplied(self._sum(name, parameter, parts), factor, scale)
             for part in parts:
-                (part._values() if part.is_sparse else part).mul_(self._passed_on[parameter.device])
+                (sparse_values(part) if part.is_sparse else part).mul_(self._passed_on[parameter.device])
 
     def _sum(self, name: str, parameter: nn.Parameter, parts: list[torch.Tensor]) -> torch.Tensor:
         kept = self._kept.get(name)

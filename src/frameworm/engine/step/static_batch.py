@@ -1,4 +1,4 @@
-"""Batches that stay where they are: what shape one has, a copy of its own for a graph to read, and filling it anew."""
+"""Static batches for CUDA graphs: their signature, a copy for a graph to read, and refilling it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from frameworm.data.prefetch import tensors_in
 from frameworm.data.steps import StepBatch
 from frameworm.engine.step.graphs import CaptureError
+from frameworm.torch_private.tensors import foreach_copy_
 
 
 def signature(batch: Any) -> Hashable:
-    """What two batches must have in common to be served by the same recorded step.
+    """Return what two batches must have in common to share a recorded step.
 
     Raises:
-        CaptureError: The batch holds something other than tensors and plain values.
+        CaptureError: If the batch holds something other than tensors and plain values.
     """
     kind = type(batch)
     if kind is dict:
@@ -32,11 +33,11 @@ def signature(batch: Any) -> Hashable:
         return tuple([(name, signature(item)) for name, item in batch.items()])
     if isinstance(batch, (tuple, list)):
         return (kind, *[signature(item) for item in batch])
-    raise CaptureError(f"the batch holds a {kind.__name__}, and only tensors can be filled anew for each replay")
+    raise CaptureError(f"the batch holds a {kind.__name__}, and only tensors can be refilled for each replay")
 
 
 def own_copy(batch: StepBatch) -> StepBatch:
-    """The same step with tensors of its own."""
+    """Copy a step's batch with its tensors."""
     return StepBatch([_cloned(micro) for micro in batch.batches], list(batch.samples), batch.global_samples)
 
 
@@ -44,16 +45,16 @@ class StaticInputs:
     """The tensors that a recorded step reads.
 
     Args:
-        batch: Holds them.
+        batch: The batch that holds them.
     """
 
     def __init__(self, batch: StepBatch) -> None:
         self.tensors = _tensors_of(batch)
         first = batch.batches[0]
-        # Most batches are one flat dict, whose tensors need not be looked for.
+        # Most batches are one flat dict, which needs no search for its tensors.
         alone = len(batch.batches) == 1 and type(first) is dict
         self._flat = alone and all(isinstance(value, torch.Tensor) for value in first.values())
-        # Copied in one kernel only if they are of one type.
+        # One kernel copies all tensors of one dtype.
         self._groups: list[tuple[list[torch.Tensor], list[int]]] = []
         for dtype in dict.fromkeys(tensor.dtype for tensor in self.tensors):
             places = [place for place, tensor in enumerate(self.tensors) if tensor.dtype == dtype]
@@ -63,7 +64,7 @@ class StaticInputs:
         """Copy a batch of the same signature into them."""
         given = list(batch.batches[0].values()) if self._flat else _tensors_of(batch)
         for targets, places in self._groups:
-            torch._foreach_copy_(targets, [given[place] for place in places], non_blocking=True)
+            foreach_copy_(targets, [given[place] for place in places], non_blocking=True)
 
 
 def _tensors_of(batch: StepBatch) -> list[torch.Tensor]:

@@ -1,9 +1,9 @@
 """The step: the only place where a model learns.
 
 1. For each micro-batch: forward under the run's precision, loss, backward. Ranks synchronise in the last backward only.
-2. The gradients are weighed by count, so that k micro-batches on w ranks give what one large batch would.
+2. Gradients are weighted by count, so that k micro-batches on w ranks give the same as one large batch.
 3. Unscale, clip, update, schedule, clear.
-Nothing here asks the device for a value: the loss stays where it is and is read some steps later.
+Nothing here reads a value from the device: the loss stays there and is read some steps later.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ from frameworm.engine.model.padding_free import is_planned
 from frameworm.engine.model.precision import Precision
 from frameworm.engine.optim.update import Update
 from frameworm.engine.step.loss import Computed, LossFunction
+from frameworm.engine.step.one_message import OneMessage
 from frameworm.engine.step.probe import GradientProbe
 from frameworm.errors import ModelError
 from frameworm.numerics.state import Named, StepTensors
 from frameworm.observe.clocks.phases import BACKWARD, COMMUNICATION_EXPOSED, FORWARD, OPTIMIZER, StepClock
 from frameworm.parallel.strategy import Strategy
+from frameworm.torch_private.optimizers import growth_tracker, loss_scale
 
-# One step of so many is not worth a compilation of its own.
+# A shape that occurs in fewer than one of this many steps is not worth compiling for.
 _RARE = 10
 
 
 class StepResult:
-    """What a step leaves behind; the tensors are on the device."""
+    """Result of a step; its tensors are on the device."""
 
     __slots__ = ("count", "counts_samples", "loss")
 
     def __init__(self, loss: torch.Tensor, count: torch.Tensor | float, counts_samples: bool = False) -> None:
-        self.loss = loss  # mean over this rank's samples (or whatever the loss counts)
+        self.loss = loss  # mean over this rank's samples (or what the loss counts)
         self.count = count
         self.counts_samples = counts_samples
 
@@ -50,22 +52,22 @@ class SeenBatch(NamedTuple):
     """A micro-batch of a step as callbacks see it; the tensors are on the device."""
 
     batch: Any
-    outputs: Any  # what the model returned; None where loss_fn(model, batch) calls it, or it returns its loss alone
+    outputs: Any  # of the model; None if loss_fn(model, batch) calls it, or it returns only its loss
     loss: torch.Tensor
 
 
 class GradientMethod(Protocol):
-    """Another way to compute the gradients of a step, such as in pieces that fit into memory."""
+    """An alternative way to compute a step's gradients, such as in pieces that fit into memory."""
 
     def gradients(self, step: TrainStep, batch: StepBatch) -> tuple[StepResult, torch.Tensor | None]:
-        """As `TrainStep.gradients`."""
+        """Compute gradients like `TrainStep.gradients`."""
 
 
 class StepWatch(Protocol):
-    """Looks at steps while they run."""
+    """Observes a step while computing it."""
 
     def watch(self, step: TrainStep, batch: StepBatch) -> StepResult:
-        """As `TrainStep.compute`."""
+        """Compute like `TrainStep.compute`."""
 
 
 class TrainStep:
@@ -95,31 +97,39 @@ class TrainStep:
         self._after_step = strategy.after_step if strategy.acts_after_steps else None
         self._beside = {id(item) for item in strategy.beside.parameters.values()}
         self._acts_beside = bool(self._beside or strategy.beside.modules) and self._shares_gradients
-        self.halving: GradientMethod | None = None
+        self.splitter: GradientMethod | None = None
         self.probe: GradientProbe | None = None
         self.uncompiled: Callable[[], AbstractContextManager[object]] | None = None  # the compiler's, if there is one
         self._passed, self._short, self._most_samples = 0, 0, 0
         self._first_sizes: list[tuple[torch.Size, ...]] = []
-        self.seen: list[SeenBatch] | None = None  # a list: micro-batches of the last step are kept for callbacks
-        self.flops: StepWatch | None = None  # counts the arithmetic of an early step, then takes itself away
+        self.seen: list[SeenBatch] | None = None  # if a list, it collects the step's micro-batches for callbacks
+        self.one_message: OneMessage | None = None  # sends gradients instead of the strategy
+        self.flops: StepWatch | None = None  # counts the FLOPs of early steps, then removes itself
 
     def run(self, step: int, batch: StepBatch) -> StepResult:
         """Train on one step's micro-batches; `step` is the number of attempted steps before this one."""
-        if self.update.follow():
-            self.wrapped = self.strategy.follow(self.model, self.update.optimizer) or self.wrapped
+        self.follow()
         self.count_step(batch)
         self.update.schedule.before_step(step)
-        if self.update.halves is not None:
-            self.update.halves.follow()
+        if self.update.half_weights is not None:
+            self.update.half_weights.follow()
         result = self.compute(batch) if self.flops is None else self.flops.watch(self, batch)
         if self._after_step is not None and self._after_step(self.model, step + 1):
             self._mark(COMMUNICATION_EXPOSED)
         self.update.end_step()
         return result
 
+    def follow(self) -> bool:
+        """Pick up parameters frozen, unfrozen or added to the optimizer since the last step; return whether any."""
+        changed = self.update.follow()
+        if changed:
+            self.one_message = self.update.half_weights = None  # made for the parameters trained before
+            self.wrapped = self.strategy.follow(self.model, self.update.optimizer) or self.wrapped
+        return changed
+
     def compute(self, batch: StepBatch) -> StepResult:
-        """What the device does in a step: gradients and update, at the rates that are set."""
-        result, factor = self.gradients(batch) if self.halving is None else self.halving.gradients(self, batch)
+        """Run the device part of a step: gradients and update, with the current learning rates."""
+        result, factor = self.gradients(batch) if self.splitter is None else self.splitter.gradients(self, batch)
         if self._first:
             self.strategy.check_gradients(self.model)
             self._first = False
@@ -130,32 +140,35 @@ class TrainStep:
             )
         self.meet_beside()
         if self.probe is not None:
-            self.probe(factor, None if self.scaler is None else self.scaler._scale, self.update)
+            self.probe(factor, None if self.scaler is None else loss_scale(self.scaler), self.update)
         self.update.apply(factor)
         self._mark(OPTIMIZER)
         return result
 
     def tensors(self) -> StepTensors:
-        """Everything that a step changes on the device: parameters, buffers, optimizer state and loss scale."""
+        """Return everything that a step changes on the device: parameters, buffers, optimizer state and loss scale."""
         strategy, update = self.strategy, self.update
         parameters = {**dict(strategy.named_parameters(self.model)), **strategy.beside.parameters}
         buffers = dict(self.model.named_buffers())
         buffers.update((f"loss {place}", item) for place, item in enumerate(strategy.beside.buffers()))
 
         def others() -> Named:
-            scaler, halves = self.scaler, update.halves
-            found = {} if scaler is None else {"scale": scaler._scale, "growth": scaler._growth_tracker}
-            found.update({} if halves is None else {f"half {place}": half for place, half in enumerate(halves.tensors)})
+            scaler = self.scaler
+            found = {} if scaler is None else {"scale": loss_scale(scaler), "growth": growth_tracker(scaler)}
             averages = {} if update.averages is None else update.averages.tensors
             found.update({f"average {name}": average for name, average in averages.items()})
             return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-        # With several ranks that is this rank's part of the state.
+        def restored() -> None:
+            if update.half_weights is not None:
+                update.half_weights.refresh()
+
+        # With several ranks, this rank's part of the state.
         optimizer = strategy.given(update.optimizer)
-        return StepTensors(parameters.items(), buffers.items(), optimizer, others)
+        return StepTensors(parameters.items(), buffers.items(), optimizer, others, restored=restored)
 
     def meet_beside(self) -> None:
-        """Average the gradients of what the loss learns, which the strategy does not see."""
+        """Average the gradients of the loss's own parameters, which the strategy does not handle."""
         if self._acts_beside and self._world_size > 1:
             held = [item for item in self.update.parameters if item.requires_grad and id(item) in self._beside]
             self.strategy.average_beside(held)
@@ -163,39 +176,54 @@ class TrainStep:
 
     @contextlib.contextmanager
     def in_precision(self, precision: Precision) -> Iterator[None]:
-        """Compute gradients in another precision, from the parameters themselves."""
-        usual = self._autocast, self.scaler, self.update.halves
-        self._autocast, self.scaler, self.update.halves = precision.autocast, precision.scaler, None
+        """Compute gradients in another precision, without cast weights."""
+        usual = self._autocast, self.scaler, self.update.half_weights
+        self._autocast, self.scaler, self.update.half_weights = precision.autocast, precision.scaler, None
         try:
             yield
         finally:
-            self._autocast, self.scaler, self.update.halves = usual
+            self._autocast, self.scaler, self.update.half_weights = usual
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Compute gradients on this rank alone: nothing is sent, and no rank waits for another.
+
+        This needs `strategy.shards_parameters` to be off.
+        """
+        usual = self.wrapped, self.one_message, self._world_size
+        self.wrapped, self.one_message, self._world_size = self.model, None, 1
+        try:
+            yield
+        finally:
+            self.wrapped, self.one_message, self._world_size = usual
 
     def gradients(
         self, batch: StepBatch, meet: Callable[[], None] | None = None
     ) -> tuple[StepResult, torch.Tensor | None]:
-        """Forward and backward of all micro-batches.
+        """Run forward and backward for all micro-batches.
 
         Args:
-            meet: Averages over the ranks in place of the strategy: before it is called no rank waits for another.
+            batch: The step's micro-batches.
+            meet: Averages over the ranks instead of the strategy; until it is called, no rank waits for another.
 
         Returns:
-            The result, and what the gradients must still be multiplied with (None: nothing).
+            The result, and the factor by which gradients must still be multiplied (None for 1).
         """
-        halves = self.update.halves
+        halves = self.update.half_weights
         if self.seen is not None:
             self.seen.clear()
         nothing = contextlib.nullcontext()
-        with self._as_written(batch) or nothing, nothing if halves is None else halves.in_place():
+        here = nothing if self.one_message is None or meet is not None else self.strategy.unsent()
+        with self._as_written(batch) or nothing, nothing if halves is None else halves.in_place(), here:
             if len(batch.batches) == 1 and meet is None:
                 return self._only(batch.batches[0], batch)
             return self._several(batch, meet)
 
     def _as_written(self, batch: StepBatch) -> AbstractContextManager[object] | None:
-        """Leaves the compiler out where it would compile for one step; None: it should not be left out.
+        """Return a context that disables the compiler for a step not worth compiling for; None for other steps.
 
-        At its first step a model may still set itself up, and whatever it sets then would have it compiled twice. The
-        short last step of an epoch has a shape of its own, unless short ones are common.
+        In its first step a model may still initialize itself, which would make it compile twice. The short last step of
+        an epoch has a different shape, which is not worth it unless short steps are common.
         """
         if self.uncompiled is None:
             return None
@@ -208,14 +236,14 @@ class TrainStep:
         return self.uncompiled() if self._passed <= 1 or is_rare else None
 
     def count_step(self, batch: StepBatch) -> None:
-        """Count a step, which a graph may make."""
+        """Count a step, eager or replayed."""
         self._passed += 1
         self._most_samples = max(self._most_samples, batch.global_samples)
         self._short += batch.global_samples < self._most_samples
 
     @contextlib.contextmanager
     def marking(self, mark: Callable[[str], None] | None) -> Iterator[None]:
-        """Tell the borders between phases to `mark` instead of the clock; None: to nobody."""
+        """Report phase boundaries to `mark` instead of the clock; None to report to nothing."""
         usual, self._mark = self._mark, mark or (lambda name: None)
         try:
             yield
@@ -239,24 +267,26 @@ class TrainStep:
                 raise
             raise explained from None
         self._mark(FORWARD)
-        if self.seen is not None and samples:  # a filler is no batch of the user's
+        if self.seen is not None and samples:  # fillers are not the user's batches
             self.seen.append(_seen(micro, computed))
         return computed.loss, computed.count
 
-    def _backward(self, loss: torch.Tensor) -> None:
+    def _backward(self, loss: torch.Tensor, *, sends: bool = True) -> None:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward()
+        if sends and self.one_message is not None:
+            self.one_message.send(self.update.half_weights)
         self._mark(BACKWARD)
 
-    def _add_backward(self, loss: torch.Tensor) -> None:
-        """One of several: what is in half precision is added up in fp32."""
-        self._backward(loss)
-        if self.update.halves is not None:
-            self.update.halves.collect()
+    def _add_backward(self, loss: torch.Tensor, sends: bool) -> None:
+        """Run backward for one of several micro-batches; half-precision gradients are summed in fp32."""
+        self._backward(loss, sends=sends)
+        if self.update.half_weights is not None:
+            self.update.half_weights.collect()
 
     def _only(self, micro: Any, batch: StepBatch) -> tuple[StepResult, torch.Tensor | None]:
-        """A single micro-batch: the mean loss is the objective, up to the other ranks' counts."""
+        """Train on a single micro-batch: its mean loss, weighted by the ranks' counts, is the objective."""
         samples = batch.samples[0]
         loss, count = self._forward(micro, samples)
         if self._world_size == 1:
@@ -274,14 +304,14 @@ class TrainStep:
     def _several(
         self, batch: StepBatch, meet: Callable[[], None] | None = None
     ) -> tuple[StepResult, torch.Tensor | None]:
-        """Accumulation: the gradients of all micro-batches add up, the last one synchronises, or `meet` does."""
+        """Accumulate the gradients of several micro-batches; the last one synchronises, or `meet` does."""
         last = len(batch.batches) - (1 if meet is None else 0)
         loss_sum: torch.Tensor | None = None
         counted: torch.Tensor | None = None
         for index, (micro, samples) in enumerate(zip(batch.batches, batch.samples)):
             if index < last:
                 with self.strategy.no_sync():
-                    loss, count = self._micro(micro, samples, batch)
+                    loss, count = self._micro(micro, samples, batch, sends=False)
             else:
                 loss, count = self._micro(micro, samples, batch)
             part = loss.detach() * (samples if count is None else count)
@@ -299,19 +329,21 @@ class TrainStep:
         reference = self._reference(batch)
         return StepResult(_share(loss_sum, counted), counted), _share(reference * self._world_size, total)
 
-    def _micro(self, micro: Any, samples: int, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _micro(
+        self, micro: Any, samples: int, batch: StepBatch, *, sends: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         loss, count = self._forward(micro, samples)
         if count is None:
-            self._add_backward(loss * (samples * self._world_size / self._samples(batch)))
+            self._add_backward(loss * (samples * self._world_size / self._samples(batch)), sends)
             return loss, None
-        # How much all micro-batches count together is known only after the last: weigh against a constant now, and
-        # let the update multiply by what is missing.
+        # The total count of all micro-batches is known only after the last: weight by a constant now, and let the
+        # update multiply by the remaining factor.
         counted = _as_count(count, loss, samples)
-        self._add_backward(loss * (counted / self._reference(batch)))
+        self._add_backward(loss * (counted / self._reference(batch)), sends)
         return loss, counted
 
     def _over_ranks(self, counted: torch.Tensor) -> torch.Tensor:
-        """The count of all ranks; this rank has nothing to do until all have come."""
+        """Sum the count over all ranks; this rank is idle until all have arrived."""
         total = counted.clone()
         if self._world_size > 1:
             self.strategy.sum_over_ranks(total)
@@ -319,16 +351,16 @@ class TrainStep:
         return total
 
     def _reference(self, batch: StepBatch) -> float:
-        """A count of the right size, the same on all ranks, that keeps scaled gradients in range."""
+        """Return a count of the right magnitude, the same on all ranks, that keeps scaled gradients in range."""
         return float(self._samples(batch))
 
     def _samples(self, batch: StepBatch) -> int:
-        """The samples whose gradients are averaged: those of all ranks, or this one's own if ranks go alone."""
+        """Number of samples whose gradients are averaged: over all ranks, or this rank's if ranks train separately."""
         return batch.global_samples if self._shares_gradients else max(batch.local_samples, 1)
 
 
 def _seen(micro: Any, computed: Computed) -> SeenBatch:
-    """Without their graph, which would keep all activations until the step's end."""
+    """Detach from the graph, which would keep all activations until the end of the step."""
     if is_planned(micro):
         micro = {name: item for name, item in micro.items() if name != PLAN}
     return SeenBatch(micro, map_tensors(computed.output, _cut_loose), computed.loss.detach())
@@ -336,12 +368,12 @@ def _seen(micro: Any, computed: Computed) -> SeenBatch:
 
 @torch.no_grad()
 def _cut_loose(output: torch.Tensor) -> torch.Tensor:
-    """A model's output as it is now: logits that were put off would be computed with the weights after the update."""
+    """Detach a model's output; deferred logits are computed now, before the update changes the weights."""
     return output.real_values("on_batch_end") if isinstance(output, Logits) else output.detach()
 
 
 def _as_count(count: torch.Tensor | float, loss: torch.Tensor, samples: int) -> torch.Tensor:
-    """The count as a float tensor on the device; a filler (no samples of its own) counts nothing."""
+    """Convert the count to a float tensor on the device; a filler (without samples) counts 0."""
     if samples == 0:
         return torch.zeros((), device=loss.device)
     if isinstance(count, torch.Tensor):
@@ -350,5 +382,5 @@ def _as_count(count: torch.Tensor | float, loss: torch.Tensor, samples: int) -> 
 
 
 def _share(part: torch.Tensor | float, total: torch.Tensor) -> torch.Tensor:
-    """part / total, and 0 where nothing was counted."""
+    """Return part / total, or 0 if nothing was counted."""
     return torch.where(total > 0, part / total.clamp(min=torch.finfo(torch.float32).tiny), torch.zeros_like(total))

@@ -1,4 +1,4 @@
-"""The service that uploads, seen from training: started with the run, heard in the log, waited for at the end."""
+"""Training's interface to the upload service: starts it with the run, logs its reports, waits for it at the end."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _END_S = 5.0
 
 
 class Uploads:
-    """Uploads a run beside its training.
+    """Uploads a run in the background.
 
     Args:
-        task: What and where to.
-        own_process: Use a process of its own; without, a thread.
+        task: What to upload and where.
+        own_process: Whether to use a separate process; otherwise a thread.
 
     Attributes:
         newest: The newest checkpoint that was uploaded.
-        problem: Why storage has not got what it should have; None while all is well.
+        problem: Why uploads are failing; None while all is well.
     """
 
     def __init__(self, task: Task, *, own_process: bool = True) -> None:
@@ -75,27 +75,27 @@ class Uploads:
                 self._finished = message["finished"]
             elif "lost" in message:
                 self.problem = message["lost"]
-                log.warning("%s; training goes on, and the upload is tried again", self.problem)
+                log.warning("%s; training continues, and the upload is tried again", self.problem)
             elif "back" in message:
                 self.problem = None
-                log.warning("%s is back after %.0f s; the upload goes on", self._url, message["back"])
+                log.warning("%s is back after %.0f s; the upload continues", self._url, message["back"])
             elif "refused" in message:
                 self.problem, self._gone = message["refused"], True
-                log.warning("%s; training goes on, and nothing more is uploaded", self.problem)
+                log.warning("%s; training continues, and nothing more is uploaded", self.problem)
             self._heard.notify_all()
 
     @property
     def alive(self) -> bool:
-        """Whether it may still upload something."""
+        """Whether the service may still upload something."""
         return not self._gone
 
     def finish(self, limit_s: float, without: Sequence[str], hurried: Callable[[], bool]) -> bool:
-        """Wait until all that is in the folder is uploaded; false where it is not.
+        """Wait until everything in the folder is uploaded; return False if it is not.
 
         Args:
-            limit_s: How long.
-            without: What is still going to be written.
-            hurried: Asked now and then whether to give up.
+            limit_s: How long to wait.
+            without: Files that are yet to be written.
+            hurried: Polled for whether to give up.
         """
         self._asked += 1
         self._order({"finish": self._asked, "without": list(without)})
@@ -117,7 +117,7 @@ class Uploads:
             self._process.stdin.write(line + b"\n")
 
     def close(self) -> None:
-        """End it, whatever it is doing: an upload that is cut short does not count."""
+        """End the service, whatever it is doing; an upload that is cut short does not count."""
         self._gone = True
         self._order({"end": 1})
         if self._process is None:
@@ -127,7 +127,7 @@ class Uploads:
         process, self._process = self._process, None
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.close()  # it ends at once, also in the midst of an upload
+        process.stdin.close()  # it ends at once, even in the middle of an upload
         with suppress(subprocess.TimeoutExpired):
             process.wait(_END_S)
         if process.poll() is None:

@@ -1,4 +1,4 @@
-"""Checkpoints from object storage, into a run folder: whole and checked, or not there."""
+"""Fetch checkpoints from object storage into a run folder, verified and atomically."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from frameworm.records.reading import read_text
 
 
 def fetch_newest(place: Place, folder: Path, say: Callable[[str], None], newer_than: str | None = None) -> str | None:
-    """Copy the newest checkpoint that is whole into a run folder; None when there is none to copy.
+    """Copy the newest complete checkpoint into a run folder; return None if there is none to copy.
 
     Args:
         place: The run in storage.
         folder: The run folder.
-        say: Told of those that were passed over.
-        newer_than: A checkpoint that the folder has; only newer ones are of use.
+        say: Called with a message about each checkpoint that was skipped.
+        newer_than: A checkpoint that the folder has; only newer ones are fetched.
 
     Raises:
-        StorageError: Storage does not answer.
-        CheckpointError: There are checkpoints, but none of them is whole.
+        StorageError: If storage does not answer.
+        CheckpointError: If there are checkpoints but none is complete.
     """
     names = whole_checkpoints(place)
     if newer_than is not None:
@@ -45,12 +45,12 @@ def fetch_newest(place: Place, folder: Path, say: Callable[[str], None], newer_t
 
 
 def fetch_checkpoint(place: Place, name: str, folder: Path) -> Path:
-    """Copy one checkpoint into a run folder; one that is there already, and the same, stays.
+    """Copy one checkpoint into a run folder, unless an identical one is there already.
 
     Raises:
-        StorageError: Storage does not answer.
-        CheckpointError: It is not whole.
-        RunFolderError: There is no room for it here.
+        StorageError: If storage does not answer.
+        CheckpointError: If it is not complete.
+        RunFolderError: If it cannot be written here.
     """
     within = f"{CHECKPOINTS}/{name}"
     try:
@@ -85,7 +85,7 @@ def fetch_checkpoint(place: Place, name: str, folder: Path) -> Path:
             raise
         raise CheckpointError(f"{name} is not whole: {error}") from None
     except UnicodeDecodeError:
-        raise CheckpointError(f"{name}: its manifest is no text") from None
+        raise CheckpointError(f"{name}: its manifest is not text") from None
     except OSError as error:
         raise RunFolderError(f"cannot copy {name} to {folder}: {error.strerror or error}") from error
 
@@ -101,22 +101,22 @@ def _is_here(target: Path, text: str, manifest: Manifest) -> bool:
     return True
 
 
-# From the names of checkpoints, oldest first, and the figure of each to the one that is wanted.
+# Chooses a checkpoint from their names, oldest first, and a function that returns the metric of each.
 Choose = Callable[[Sequence[str], Callable[[str], float | None]], str]
 
 
 def run_with_checkpoint(path: str | Path, say: Callable[[str], None], metric: str, choose: Choose | None) -> Path:
-    """A run's folder to read a checkpoint from; of a URL, a local copy of its records and of that checkpoint.
+    """Return a run folder to read a checkpoint from; for a URL, a local copy of its records and that checkpoint.
 
     Args:
         path: A run folder or a URL.
-        say: Told of checkpoints that were passed over.
-        metric: The figure that `choose` asks for.
-        choose: Chooses one by name; None: the newest that is whole.
+        say: Called with a message about each checkpoint that was skipped.
+        metric: The metric that `choose` uses.
+        choose: Chooses one by name; None for the newest complete one.
 
     Raises:
-        StorageError: The URL holds no run, or cannot be reached.
-        CheckpointError: There is no such checkpoint that is whole.
+        StorageError: If the URL holds no run, or cannot be reached.
+        CheckpointError: If there is no such complete checkpoint.
     """
     folder = local_run(path)
     url = source_of(folder) if is_url(path) else None
@@ -135,6 +135,6 @@ def run_with_checkpoint(path: str | Path, say: Callable[[str], None], metric: st
         )
         fetch_checkpoint(place, kept, folder)
     for other in (folder / CHECKPOINTS).glob("step-*"):
-        if other.name != kept:  # of an earlier call: a copy is a cache
+        if other.name != kept:  # from earlier calls; the copy is a cache
             shutil.rmtree(other, ignore_errors=True)
     return folder

@@ -1,4 +1,4 @@
-"""Uploading a run that no training uploads: one pass over its folder, in the foreground."""
+"""Upload a run outside training: one pass over its folder, in the foreground."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from frameworm.report.run.text import render_text
 
 
 def upload_run(path: str | Path, url: str, tell: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Upload a run folder, whole; what is there already is not uploaded again.
+    """Upload a whole run folder, skipping what is already there.
 
     Args:
-        path: The run. Do not upload one that is being trained: the training would then upload nothing more.
-        url: Where to.
-        tell: Told what is under way.
+        path: The run folder. Do not upload a run in training: the training would then upload nothing more.
+        url: Where to upload it.
+        tell: Receives progress messages.
 
     Returns:
         The `url`, and the names of the `checkpoints` there.
 
     Raises:
-        RunFolderError: There is no such run, or the place holds another.
-        StorageError: Storage refuses or does not answer.
+        RunFolderError: If there is no such run, or the place holds another.
+        StorageError: If storage refuses or does not answer.
     """
     folder = RunFolder.open(path)
     ownership = go_on_in(folder.path)
@@ -49,7 +49,7 @@ def upload_run(path: str | Path, url: str, tell: Callable[[str], None] | None = 
         uploaded=lambda name: tell(f"{name} is uploaded") if tell is not None else None,
     )
     if ownership.former is None:
-        claim(place, ownership)  # before the folder forgets where it was uploaded to until now
+        claim(place, ownership)  # before the folder's note of its previous place is overwritten
     ownership.write(folder.path)
     uploader.work(records=True)
     _say_uploaded(folder, place)
@@ -58,18 +58,18 @@ def upload_run(path: str | Path, url: str, tell: Callable[[str], None] | None = 
 
 
 def _retention_of(folder: RunFolder) -> Retention:
-    """As the run's config says; one that cannot be read keeps what is in the folder."""
+    """Return the retention of the run's config; if that cannot be read, keep everything in the folder."""
     with contextlib.suppress(ConfigError, RunFolderError):
         return Retention.of(load_config_from_text(folder.read_config(), show_path(folder.config)).checkpoint)
     return Retention(keep=max(1, sum(1 for _ in folder.checkpoints.glob("step-*"))))
 
 
 def _say_uploaded(folder: RunFolder, place: Place) -> None:
-    """Put right what the summary says."""
+    """Correct the summary's statement about uploads."""
     try:
         record = folder.read_summary()
     except RunFolderError:
-        return  # it has not come that far
+        return  # the run has no summary yet
     whole = whole_checkpoints(place)
     record.storage = StorageCopy(place.url, uploaded=True, checkpoint=whole[-1] if whole else None)
     record.notes = [note for note in record.notes if not note.startswith(NOT_UPLOADED)]

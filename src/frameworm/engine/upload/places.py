@@ -1,7 +1,7 @@
-"""Which local folder and which place in storage belong together when a run begins or goes on.
+"""Match local folders with places in storage when a run begins or resumes.
 
-A run trains into a local folder, which is what counts while it trains. Storage is marked with the run's id and with the
-process that writes to it, so that two machines never mix their checkpoints.
+A run trains into a local folder, which is authoritative during training. Storage is marked with the IDs of the run and
+of the process that writes to it, so that two machines never mix their checkpoints.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from frameworm.records.objects.runs import ANSWER_S, copy_records, holds_run, lo
 from frameworm.records.store import RunFolder, find_runs
 
 log = logging.getLogger("frameworm")
-_MOST_EARLIER = 100  # starts in a row without an answer from storage
+_MOST_EARLIER = 100  # consecutive starts without an answer from storage
 
 
 def folder_for(url: str, root: Path) -> Path:
-    """The local folder of the run at a URL: by its last part, unless another run has that name here.
+    """Return the local folder for the run at a URL, named by its last part unless another run has that name here.
 
     Raises:
-        RunFolderError: That folder is in the way too.
+        RunFolderError: If the alternative name is taken too.
     """
     url = check_url(url)
     name = last_part(url)
@@ -45,12 +45,12 @@ def folder_for(url: str, root: Path) -> Path:
 
 
 def begin_at(url: str) -> Ownership:
-    """Claim a place for a new run. Storage that does not answer is claimed later, when it does.
+    """Claim a place for a new run. If storage does not answer, it is claimed later, when it does.
 
     Raises:
-        RunFolderError: There is a run already.
-        StorageError: The place cannot be written to.
-        MissingPackageError: The package for this kind of URL is not installed.
+        RunFolderError: If there already is a run.
+        StorageError: If the place cannot be written to.
+        MissingPackageError: If the package for this kind of URL is not installed.
     """
     place = Place(url)
     ownership = Ownership(place.url, run=secrets.token_hex(16), owner=secrets.token_hex(16))
@@ -64,9 +64,9 @@ def begin_at(url: str) -> Ownership:
 
 
 def go_on_in(folder: Path) -> Ownership | None:
-    """For a run that goes on in its local folder: where it was uploaded to, by this process from now on.
+    """Take over the uploads of a run that resumes in its local folder; None if it was not uploaded.
 
-    A folder may come from anywhere: the caller must know the URL from its user before anything is uploaded there.
+    The folder is untrusted: before uploading, the caller must make sure that the user has named the URL.
     """
     noted = Ownership.read(folder)
     if noted is None:
@@ -76,13 +76,13 @@ def go_on_in(folder: Path) -> Ownership | None:
 
 
 def go_on_at(url: str, root: Path) -> tuple[RunFolder, Ownership]:
-    """Bring the run at a URL to this machine, or bring what is here of it up to date.
+    """Copy the run at a URL to this machine, or update the copy that is here.
 
     Raises:
-        RunFolderError: It cannot be written here.
-        StorageError: There is no run, or it cannot be reached and is not here either.
-        CheckpointError: It has checkpoints, and none of them is whole.
-        MissingPackageError: The package for this kind of URL is not installed.
+        RunFolderError: If it cannot be written here.
+        StorageError: If there is no run, or it cannot be reached and there is no local copy.
+        CheckpointError: If it has checkpoints but none is complete.
+        MissingPackageError: If the package for this kind of URL is not installed.
     """
     place = Place(url)
     path = folder_for(place.url, root)
@@ -93,21 +93,21 @@ def go_on_at(url: str, root: Path) -> tuple[RunFolder, Ownership]:
         mine = go_on_in(path)
         if not error.unreachable or mine is None or not RunFolder(path).has_checkpoint():
             raise
-        log.warning("%s; going on with what is here of it, in %s", error, path)
+        log.warning("%s; continuing with the local copy, in %s", error, path)
         return RunFolder.open(path), mine
-    # Nobody has written there since this machine did: what is here counts.
+    # This machine wrote there last, so the local copy counts.
     is_last = noted is not None and (
         mark is None or (mark[0] == noted.run and mark[1] in (noted.owner, *noted.predecessors))
     )
     if not there and not (is_last and RunFolder(path).holds_run()):
-        raise StorageError(f"{place.url} holds no run to go on with; leave --resume out to begin one", missing=True)
-    former = mark[1] if mark else ("" if there else None)  # a run without a mark is nobody's
+        raise StorageError(f"{place.url} holds no run to resume; omit --resume to begin one", missing=True)
+    former = mark[1] if mark else ("" if there else None)  # a run without a mark has no owner
     run = mark[0] if mark else noted.run if noted else secrets.token_hex(16)
     ownership = Ownership(place.url, run, owner=secrets.token_hex(16), former=former)
     if is_last:
         here = [item.name for _, _, item in stored_folders(RunFolder(path).checkpoints)]
         _fetch(place, path, path, here[-1] if here else None)
-        ownership.write(path)  # first: a process killed between the two must know its own mark
+        ownership.write(path)  # first, so that a process killed in between knows its own mark
         place.within(ANSWER_S, lambda: claim(place, ownership))
         return RunFolder(path), ownership
     draft = path.with_name(f".{path.name}.tmp")
@@ -122,7 +122,7 @@ def go_on_at(url: str, root: Path) -> tuple[RunFolder, Ownership]:
         if path.exists():
             aside = path.with_name(f"{path.name}-before-{datetime.now():%Y%m%d-%H%M%S}")
             path.rename(aside)
-            log.warning("the run at %s went on elsewhere: what was here of it is now in %s", place.url, aside)
+            log.warning("the run at %s was continued elsewhere: the local copy is now in %s", place.url, aside)
         draft.rename(path)
     except OSError as error:
         raise RunFolderError(f"cannot copy {place.url} to {path}: {error.strerror or error}") from error
@@ -136,10 +136,10 @@ def _fetch(place: Place, folder: Path, shown: Path, newer_than: str | None) -> N
 
 
 def run_at(url: str, root: Path) -> bool:
-    """Whether there is a run at a URL, there or what is here of it.
+    """Whether there is a run at a URL, or a local copy of it.
 
     Raises:
-        StorageError: The place cannot be read; where it does not answer, only if there is nothing here.
+        StorageError: If the place cannot be read, or does not answer and there is no local copy.
     """
     place = Place(url)
     path = folder_for(place.url, root)
@@ -151,7 +151,7 @@ def run_at(url: str, root: Path) -> bool:
             raise
         if not RunFolder(path).has_checkpoint():
             raise StorageError(
-                f"{error}; whether there is a run to go on with is not known: try again, or leave --resume out to "
+                f"{error}; whether there is a run to resume is not known: try again, or leave --resume out to "
                 "begin afresh",
                 unreachable=True,
             ) from error
@@ -159,7 +159,7 @@ def run_at(url: str, root: Path) -> bool:
 
 
 def unfinished_at(url: str, name: str) -> Iterator[str]:
-    """URLs of the runs of a name under a URL that are not completed, newest first."""
+    """Yield the URLs of uncompleted runs of a name under a URL, newest first."""
     for folder in find_runs(local_root(url, few=True)):
         source = source_of(folder.path)
         if source is not None and folder.run_name() == name and folder.status() != "completed":

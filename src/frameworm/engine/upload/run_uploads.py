@@ -1,4 +1,4 @@
-"""The uploads of one run, from its first step to the last word about it in the summary."""
+"""The uploads of one run, from its first step to the final summary."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ Rewrite = Callable[[RunRecord], None]
 
 
 class NoUploads:
-    """A run that is copied nowhere."""
+    """A run that is not uploaded."""
 
     def start(self, config: Config) -> None:
-        """Nothing to start."""
+        """Do nothing."""
 
     def finish(self, record: RunRecord, rewrite: Rewrite, hurried: Callable[[], bool], limit_s: float) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
 
 class RunUploads(NoUploads):
     """Uploads a run folder.
 
     Args:
-        folder: The run.
-        ownership: Where to, and by whom.
+        folder: The run folder.
+        ownership: The place and its owner.
     """
 
     def __init__(self, folder: RunFolder, ownership: Ownership) -> None:
@@ -47,7 +47,7 @@ class RunUploads(NoUploads):
         self._uploads: Uploads | None = None
 
     def start(self, config: Config) -> None:
-        """Begin to upload."""
+        """Start uploading."""
         task = Task(
             str(self._folder.path.resolve()),
             self._ownership,
@@ -58,12 +58,12 @@ class RunUploads(NoUploads):
         self._uploads = Uploads(task, own_process=not Place(self._ownership.url).in_this_process)
 
     def finish(self, record: RunRecord, rewrite: Rewrite, hurried: Callable[[], bool], limit_s: float) -> None:
-        """The run is over: wait for its uploads, and have the summary say what came of them.
+        """Wait for uploads after the run, and record the outcome in the summary.
 
         Args:
-            record: The run, which is amended.
-            rewrite: Writes it to the folder once more.
-            hurried: Whether the user has asked for an end of the wait.
+            record: The run's record, which is updated.
+            rewrite: Writes the record to the folder again.
+            hurried: Whether the user has asked to stop waiting.
             limit_s: How long to wait.
         """
         uploads, self._uploads = self._uploads, None

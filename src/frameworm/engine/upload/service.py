@@ -1,7 +1,7 @@
-"""Uploads as a service: it takes orders, tries again when storage does not answer, and tells what came of it.
+"""The upload service: takes orders, retries when storage does not answer, and reports the outcome.
 
-It runs in a process of its own beside training (`main`), or in a thread where the storage lives in this process. The
-process is started as the one that writes checkpoints is: afresh, without torch, and it ends when its parent does.
+It runs in a separate process beside training (`main`), or in a thread if the storage lives in this process. Like the
+process that writes checkpoints, it is spawned, imports no torch, and ends when its parent does.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from frameworm.engine.upload.uploader import SUMMARY, Ownership, Uploader
 from frameworm.errors import FramewormError, StorageError
 from frameworm.records.objects.place import Place
 
-_LOOK_S = 0.5  # between two looks at the folder
-_NICENESS = 10  # training goes first, and writing checkpoints to the disk
+_LOOK_S = 0.5  # between two scans of the folder
+_NICENESS = 10  # lower priority than training and the checkpoint writer
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-_SILENT_S = 60.0  # without any progress storage counts as lost, whatever its library is still trying
-_SHARE = 0.05  # of the time may go into uploading records that have grown
+_SILENT_S = 60.0  # without progress for this long, storage counts as lost even if its library is still trying
+_SHARE = 0.05  # fraction of the time that may be spent on uploading grown records
 
 Tell = Callable[[dict[str, Any]], None]
 Orders = queue.Queue[bytes]
@@ -35,13 +35,13 @@ Orders = queue.Queue[bytes]
 
 @dataclass(frozen=True)
 class Task:
-    """What to upload where.
+    """What to upload and where.
 
     Attributes:
-        folder: The run.
-        ownership: The place, and whose it is.
-        retention: Which checkpoints stay there.
-        records_every_s: Seconds between uploads of records, at least.
+        folder: The run folder.
+        ownership: The place and its owner.
+        retention: Which checkpoints to keep there.
+        records_every_s: Shortest time between uploads of records.
     """
 
     folder: str
@@ -50,21 +50,21 @@ class Task:
     records_every_s: float
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Task:
-        """What `to_json` gave."""
+        """Restore from `to_json`."""
         owns, keeps = Ownership(**fields["ownership"]), Retention(**fields["retention"])
         return cls(**{**fields, "ownership": owns, "retention": keeps})
 
 
 class Service:
-    """Uploads what is new in the folder; orders are `{"finish": n, "without": [...]}`, upload all, and `{"end": 1}`.
+    """Uploads what is new in the folder. Orders are `{"finish": n, "without": [...]}` (upload all) and `{"end": 1}`.
 
-    It tells `uploaded` (a checkpoint), `lost`, `back`, `refused` (it has stopped for good), and `finished` with the
-    number of its order, once nothing is left.
+    It reports `uploaded` (a checkpoint), `lost`, `back`, `refused` (it has stopped for good), and `finished` with the
+    order's number once nothing is left.
     """
 
     def __init__(self, task: Task, tell: Tell) -> None:
@@ -74,13 +74,13 @@ class Service:
         self._failures = 0
         self._watch = threading.Lock()
         self._ended = threading.Event()
-        self._moved_at: float | None = None  # when something last arrived, while an upload is under way
+        self._moved_at: float | None = None  # during an upload, the time of its last progress
 
     def serve(self, orders: Orders) -> None:
-        """Until told to end, or refused."""
+        """Serve until ordered to end, or until storage refuses for good."""
         try:
             self._serve(orders)
-        except Exception as error:  # whatever it is, training goes on and must hear of it
+        except Exception as error:  # whatever the error, report it to training, which continues
             self._tell({"refused": f"{type(error).__name__}: {error}"})
         finally:
             self._ended.set()
@@ -161,12 +161,12 @@ class Service:
 
 
 def main(task: str, parent: int) -> None:
-    """Serve orders from a pipe until told to end, or until the pipe is closed."""
+    """Serve orders from a pipe until ordered to end, or until the pipe is closed."""
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever prints must not get in between the answers
+    os.dup2(2, 1)  # printed output must not mix with the answers
     orders: Orders = queue.Queue()
     threading.Thread(target=listen, args=(orders, parent), daemon=True).start()
     Service(Task.from_json(json.loads(task)), lambda content: answer(answers, content)).serve(orders)
-    os._exit(0)  # neither the listening thread nor storage's own are waited for
+    os._exit(0)  # without waiting for the listening thread or storage's threads

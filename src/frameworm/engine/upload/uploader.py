@@ -1,7 +1,7 @@
-"""A run folder, copied to object storage: checkpoints whole or not there, records as they grow. No torch here.
+"""Copy a run folder to object storage: checkpoints atomically, records as they grow. Imports no torch.
 
-Everything is seen from the files: what is in the folder and not in storage has to be uploaded. So an uploader can be
-killed at any moment, and the next one goes on.
+All state is in the files: what is in the folder and not in storage has to be uploaded. So an uploader can be killed at
+any moment, and the next one continues.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from frameworm.records.objects.runs import (
 from frameworm.records.reading import parse_json, read_bytes, read_json, read_text
 
 LATEST = f"{CHECKPOINTS}/latest"
-SUMMARY = ("summary.json", "summary.txt")  # the last to be uploaded: it says that all else is there
+SUMMARY = ("summary.json", "summary.txt")  # uploaded last: it says that everything else is there
 _HELD = ".uploading"
 _MOST_AT_ONCE_BYTES = 64 * 2**20
 _MOST_MARK_BYTES = 2**16
@@ -41,14 +41,14 @@ _FOLDERS = ("tensorboard",)
 
 @dataclass(frozen=True)
 class Ownership:
-    """Which run lies at a URL, and which process may write there.
+    """Which run is at a URL, and which process may write there.
 
     Attributes:
         url: The place.
-        run: A random id of the run.
-        owner: A random id of the process that trains it now, or did last.
-        former: The owner before, from whom this one may take over; None: nobody has written there yet.
-        earlier: Owners before that one, all of this folder: any of them may not have come so far as to mark the place.
+        run: A random ID of the run.
+        owner: A random ID of the process that trains it now, or did last.
+        former: The previous owner, from whom this one may take over; None if there is none.
+        earlier: Owners before that, all of this folder; each may have ended before it marked the place.
     """
 
     url: str
@@ -59,20 +59,20 @@ class Ownership:
 
     @property
     def predecessors(self) -> tuple[str, ...]:
-        """The owners before this one, the last one first."""
+        """Previous owners, most recent first."""
         return self.earlier if self.former is None else (self.former, *self.earlier)
 
     def write(self, folder: Path) -> None:
-        """Note it in the run folder.
+        """Store it in the run folder.
 
         Raises:
-            RunFolderError: It cannot be written.
+            RunFolderError: If it cannot be written.
         """
         write_atomic(folder / SOURCE, json.dumps(vars(self)) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Ownership | None:
-        """What a run folder notes; None where it is copied nowhere."""
+        """Read it from a run folder; None if the folder is not uploaded."""
         try:
             fields = read_json(folder / SOURCE, _MOST_MARK_BYTES)
             earlier = tuple(str(owner) for owner in fields.get("earlier", ()))
@@ -82,10 +82,10 @@ class Ownership:
 
 
 def read_mark(place: Place) -> tuple[str, str] | None:
-    """The run and the owner that a place is marked with; None where it is not.
+    """Return the run and owner with which a place is marked; None if it is not.
 
     Raises:
-        StorageError: It cannot be read.
+        StorageError: If it cannot be read.
     """
     try:
         found = parse_json(place.read(OWNER, _MOST_MARK_BYTES))
@@ -99,42 +99,42 @@ def read_mark(place: Place) -> tuple[str, str] | None:
 
 
 def claim(place: Place, ownership: Ownership) -> None:
-    """Mark a place as this run's and this process's.
+    """Mark a place as belonging to this run and this process.
 
     Raises:
-        RunFolderError: It holds another run, or another process has gone on with this one.
-        StorageError: It cannot be read or written.
+        RunFolderError: If it holds another run, or another process has resumed this one.
+        StorageError: If it cannot be read or written.
     """
     mark = read_mark(place)
     if mark is None:
         if ownership.former is None and holds_run(place.find()):
             raise RunFolderError(_TAKEN.format(url=place.url))
     elif mark[0] != ownership.run:
-        # A mark alone is of a training that never began.
+        # A mark without a run is left by a training that never began.
         if ownership.former is not None or holds_run(place.find()):
             raise RunFolderError(_TAKEN.format(url=place.url))
     elif mark[1] not in (ownership.owner, *ownership.predecessors):
-        raise RunFolderError(f"another process has gone on with the run at {place.url}; this one uploads nothing more")
+        raise RunFolderError(f"another process has resumed the run at {place.url}; this one uploads nothing more")
     if mark != (ownership.run, ownership.owner):
         place.write(OWNER, json.dumps({"run": ownership.run, "owner": ownership.owner}).encode())
 
 
-_TAKEN = "{url} already holds a run; go on with it by --resume auto, or give another --out"
+_TAKEN = "{url} already holds a run; resume it with --resume auto, or give another --out"
 
 
 class Uploader:
     """Uploads one run folder.
 
     Args:
-        folder: The run.
-        place: Where to.
-        ownership: What the place is, or is to be, marked with.
-        retention: Which checkpoints stay there.
-        uploaded: Told the name of each checkpoint that is now in storage.
-        progress: Called whenever something has arrived.
+        folder: The run folder.
+        place: Where to upload.
+        ownership: The mark that the place has or will get.
+        retention: Which checkpoints to keep there.
+        uploaded: Called with the name of each checkpoint that is now in storage.
+        progress: Called whenever data has arrived.
 
     Raises:
-        RunFolderError: The place is the folder itself, in which training would write beside the uploads.
+        RunFolderError: If the place is the run folder itself, into which training writes.
     """
 
     def __init__(
@@ -156,19 +156,19 @@ class Uploader:
         self._progress = progress
         self._checkpoints = folder / CHECKPOINTS
         self._claimed = False
-        self._whole: set[str] | None = None  # of storage; None: not looked at yet
-        self._stale: set[str] = set()  # in storage, but not what has that name here
+        self._whole: set[str] | None = None  # in storage; None until storage has been listed
+        self._stale: set[str] = set()  # in storage, but different from those of the same name here
         self._sent: set[str] = set()
         self._damaged: set[str] = set()
         self._stamps: dict[str, tuple[int, int]] = {}
         self._figures: dict[str, float | None] = {}
 
     def work(self, *, records: bool, without: Collection[str] = SUMMARY) -> None:
-        """Upload what is missing: all checkpoints, the newest first, and records if these are due.
+        """Upload what is missing: all checkpoints, newest first, and records if `records` is set.
 
         Raises:
-            StorageError: Storage refuses or does not answer; what has arrived until then counts.
-            RunFolderError: The place is another's.
+            StorageError: If storage refuses or does not answer; what has arrived until then counts.
+            RunFolderError: If the place belongs to another run or process.
         """
         if not self._claimed:
             claim(self.place, self._ownership)
@@ -181,13 +181,13 @@ class Uploader:
             self._upload_records(without)
 
     def left(self, without: Collection[str] = ()) -> list[str]:
-        """What is in the folder and not in storage."""
+        """List what is in the folder and not in storage."""
         whole = self._whole or set()
         waiting = [f"{CHECKPOINTS}/{path.name}" for path in self._missing(whole)]
         return waiting + [name for name in self._changed() if name not in without]
 
     def _look(self) -> set[str]:
-        """Look at what is in storage, and remove what earlier uploads left half done."""
+        """List the complete checkpoints in storage, and remove what earlier uploads left unfinished."""
         parts = parts_of_checkpoints(list(self.place.find(CHECKPOINTS)))
         whole = {name for name, files in parts.items() if MANIFEST in files}
         for name in set(parts) - whole:
@@ -199,7 +199,7 @@ class Uploader:
                 text = self.place.read(f"{CHECKPOINTS}/{path.name}/{MANIFEST}", manifests.MOST_BYTES)
                 if text == read_bytes(path / MANIFEST, manifests.MOST_BYTES):
                     same.add(path.name)
-        # What is not here now is another than what will have its name: of a run that has gone back to an earlier step.
+        # A checkpoint not present here differs from a later one of its name: the run went back to an earlier step.
         self._stale = whole - same
         if self._checkpoints.is_dir():
             shutil.rmtree(self._held, ignore_errors=True)
@@ -210,7 +210,7 @@ class Uploader:
         return self.folder / _HELD
 
     def _next(self) -> Path | None:
-        """The newest checkpoint that is not in storage and is to stay there."""
+        """Return the newest checkpoint that is missing in storage and to be kept there."""
         assert self._whole is not None
         missing = self._missing(self._whole)
         return missing[-1] if missing else None
@@ -231,7 +231,7 @@ class Uploader:
         held = self._hold(path)
         try:
             text = read_text(held / MANIFEST, manifests.MOST_BYTES)
-            self._verify()  # else it might put its files under the manifest of a successor
+            self._verify()  # or its files might end up under a successor's manifest
             if name in self._stale:
                 self.place.remove(f"{CHECKPOINTS}/{name}/{MANIFEST}")
                 self._whole.discard(name)
@@ -245,7 +245,7 @@ class Uploader:
             self._release(name)
             if (path / MANIFEST).exists():
                 self._damaged.add(name)
-            return  # else pruned meanwhile; what is left of it in storage goes with the next one
+            return  # or it was pruned meanwhile; the next pruning removes what is left of it in storage
         except CheckpointError:
             self._damaged.add(name)
             return
@@ -263,7 +263,7 @@ class Uploader:
         self._prune(newest)
 
     def _hold(self, path: Path) -> Path:
-        """Links to the files of a checkpoint, so that pruning here does not take them from under an upload."""
+        """Hard-link the files of a checkpoint, so that local pruning does not remove them during an upload."""
         held = self._held / path.name
         try:
             make_folder_in(self.folder, held)
@@ -285,11 +285,11 @@ class Uploader:
             self._held.rmdir()
 
     def _verify(self) -> None:
-        """Stop where another process has taken over."""
+        """Raise if another process has taken over."""
         claim(self.place, replace(self._ownership, former=self._ownership.owner, earlier=()))
 
     def _prune(self, newest: str) -> None:
-        """Remove what is not to stay, manifests first, and what torn uploads left."""
+        """Remove checkpoints not to be kept, manifests first, and what interrupted uploads left."""
         parts = parts_of_checkpoints(list(self.place.find(CHECKPOINTS)))
         self._whole = {name for name, files in parts.items() if MANIFEST in files}
         stored = [(*age_of(name), name) for name in sorted(self._whole, key=age_of)]
@@ -311,13 +311,13 @@ class Uploader:
         return self._figures[name]
 
     def _remove(self, name: str, files: set[str]) -> None:
-        # The manifest goes first: without it the rest no longer counts.
+        # Remove the manifest first: without it the rest does not count.
         for file in sorted(files, key=lambda file: file != MANIFEST):
             self.place.remove(f"{CHECKPOINTS}/{name}/{file}")
         self.place.remove_folder(f"{CHECKPOINTS}/{name}")
 
     def _changed(self) -> dict[str, tuple[int, int]]:
-        """Records that storage does not have as they are now, with what tells it."""
+        """Return records that have changed since their upload, with their size and modification time."""
         found = {}
         for folder in (self.folder, *(self.folder / name for name in _FOLDERS)):
             if folder.is_symlink() or not folder.is_dir():

@@ -1,5 +1,5 @@
-"""Triton kernels and calls of cuBLASLt behind the layers of the built-in models.
+"""Triton kernels and cuBLASLt calls behind the layers of the built-in models.
 
-In: tensors on a GPU in the layout a layer prepared. Out: tensors. Imported late, and only where there is a GPU and
-triton; the layers above decide whether a kernel fits and have a plain path beside it.
+In: tensors on a GPU, in the layout that a layer prepared. Out: tensors. Imported only where there is a GPU and triton;
+the layers above decide whether a kernel fits, and have a plain fallback.
 """

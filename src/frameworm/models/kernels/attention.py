@@ -1,8 +1,8 @@
-"""Triton kernels of attention over packed sequences; imported late, where there is a GPU and triton.
+"""Triton kernels of attention over packed sequences; imported only where there is a GPU and triton.
 
-Flash attention's own kernels work on tiles of 128 x 128 whatever the lengths are; texts of fifty words fill a sixth of
-one. Here a tile is as small as the sequences, a sequence that fits into one is done in one go backward, and queries,
-keys and values are read, and their gradients written, where they lie side by side.
+Flash attention works on tiles of 128 x 128 regardless of sequence length; texts of fifty words fill a sixth of one.
+Here tiles are as small as the sequences, backward handles a sequence that fits into one tile in a single pass, and
+queries, keys and values are read, and their gradients written, in place in one interleaved tensor.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -19,9 +19,9 @@ TO_BASE_TWO = tl.constexpr(1.4426950408889634)
 
 
 class Tiles(NamedTuple):
-    """How the work of one kernel is cut: rows that a program owns, rows that it goes through at a time, and warps.
+    """How the work of one kernel is tiled: rows that a program owns, rows per iteration, warps and pipeline stages.
 
-    `registers` is the most that a thread may hold; None leaves it to the compiler.
+    `registers` is the maximum per thread; None leaves it to the compiler.
     """
 
     own: int
@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def _rows(pointer, first, length, stride, width: tl.constexpr, block: tl.constexpr):
-    """A tile of rows, zero beyond the sequence's end."""
+    """Load a tile of rows, zero beyond the sequence's end."""
     row = first + tl.arange(0, block)
     place = row[:, None] * stride + tl.arange(0, width)[None, :]
     return tl.load(pointer + place, mask=(row < length)[:, None], other=0.0)
@@ -60,7 +60,7 @@ def _forward_kernel(
     own: tl.constexpr,
     other: tl.constexpr,
 ):
-    """A program owns some queries of one head of one sequence and goes through the keys."""
+    """Each program owns some queries of one head of one sequence and processes the keys."""
     sequence, head = tl.program_id(0) // n_heads, tl.program_id(0) % n_heads
     begin = tl.load(offsets + sequence).to(tl.int64)
     length = (tl.load(offsets + sequence + 1) - begin).to(tl.int32)
@@ -112,7 +112,7 @@ def _backward_kernel(
     own: tl.constexpr,
     other: tl.constexpr,
 ):
-    """A program owns some queries, or some keys and values; one has all of a sequence that fits into a tile."""
+    """Each program owns some queries, or some keys and values, or a whole sequence that fits into a tile."""
     sequence, head = tl.program_id(0) // n_heads, tl.program_id(0) % n_heads
     begin = tl.load(offsets + sequence).to(tl.int64)
     length = (tl.load(offsets + sequence + 1) - begin).to(tl.int32)
@@ -160,7 +160,7 @@ def _backward_kernel(
             slope = _rows(incoming, start, length, narrow, width, other)
             column = start + tl.arange(0, other)
             log_total = tl.load(totals + column, mask=column < length, other=0.0)
-            # Beyond the end a query is zero, and so is what came to it: whatever its share, it adds nothing.
+            # Beyond the end, queries and their gradients are zero, so they add nothing whatever their weight.
             share = tl.exp2(tl.dot(key, tl.trans(query)) * (scale * TO_BASE_TWO) - log_total[None, :])
             if causal:
                 share = tl.where(row[:, None] <= column[None, :], share, 0.0)
@@ -192,13 +192,14 @@ def _backward_kernel(
 
 
 def attend(heads: Tensor, offsets: Tensor, max_length: int, causal: bool, tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """The mixed values, [tokens, heads, width], and the logarithms to base two of the softmax's sums.
+    """Return the mixed values, [tokens, heads, width], and the base-2 logarithms of the softmax's sums.
 
     Args:
-        heads: Queries, keys and values, [tokens, 3, heads, width], contiguous; the width is a power of two.
-        offsets: Borders, [sequences + 1], contiguous.
+        heads: Queries, keys and values, [tokens, 3, heads, width], contiguous; the width must be a power of two.
+        offsets: Boundaries of the sequences, [sequences + 1], contiguous.
         max_length: No sequence is longer.
-        causal: A token sees only itself and those before it.
+        causal: Whether a token sees only itself and those before it.
+        tiles: How to tile the work.
     """
     tokens, _, n_heads, width = heads.shape
     mixed = heads.new_empty(tokens, n_heads, width)
@@ -234,11 +235,11 @@ def attend_backward(
     causal: bool,
     tiles: Tiles,
 ) -> Tensor:
-    """The gradient of `heads`; always the same to the bit."""
+    """Compute the gradient of `heads`, deterministically."""
     tokens, _, n_heads, width = heads.shape
     result = torch.empty_like(heads)
     blocks = triton.cdiv(max_length, tiles.own)
-    # Where all sequences fit into a tile nobody owns keys only.
+    # If all sequences fit into a tile, no program owns only keys.
     grid = ((offsets.size(0) - 1) * n_heads, blocks if blocks == 1 else 2 * blocks)
     if tokens and grid[0]:
         with torch.cuda.device(heads.device):

@@ -1,13 +1,14 @@
-"""Triton kernels of causal attention over sequences of one length; imported late, where there is a GPU and triton.
+"""Triton kernels of causal attention over sequences of one length; imported only where there is a GPU and triton.
 
-Queries, keys and values are read, and their gradients written, where they lie side by side, so that nothing is copied
-together around a matrix product. Backward is two kernels, one for the gradients of queries and one for those of keys
-and values: they compute the scores twice and need no atomic sums. Each also leaves the sums of its gradients' columns,
-which are the gradient of the bias that went into them.
+Queries, keys and values are read, and their gradients written, in place in one interleaved tensor, so nothing is copied
+around a matrix product. Backward is two kernels, one for the gradients of queries and one for those of keys and values:
+they compute the scores twice and need no atomic sums. Each also writes the column sums of its gradients, which are the
+gradient of the bias added before.
 
-The programs of one head run side by side, so that they find its keys and values in the cache. Tiles come and go by
-descriptors of the tensors, [tokens, columns], which a Hopper GPU moves without its threads working out addresses; that
-and a limit on registers, so that more programs fit beside each other, leave more of a GPU's power for the products.
+The programs of one head run side by side, so that they find its keys and values in the cache. Tiles are loaded and
+stored through tensor descriptors, [tokens, columns], for which a Hopper GPU needs no address computation by its
+threads; that and a register limit, which lets more programs run concurrently, leave more of the GPU's power for the
+products.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -29,7 +30,7 @@ def _mix(
     query, row, heads, token, to_keys, to_values, begin, end, scale,
     other: tl.constexpr, cut: tl.constexpr, summit, total, result,
 ):  # fmt: skip
-    """Go through the keys from `begin` to `end`; `cut` where some of them are not to be seen."""
+    """Process the keys from `begin` to `end`; `cut` if some of them must be masked."""
     for start in range(begin, end, other):
         score = tl.dot(query, tl.trans(heads.load([token + start, to_keys])))
         if cut:
@@ -49,7 +50,7 @@ def _forward_kernel(
     own_heads, heads, mixed, log_totals, length, scale,
     n_heads: tl.constexpr, width: tl.constexpr, own: tl.constexpr, other: tl.constexpr,
 ):  # fmt: skip
-    """A program owns some queries of one head of one sequence and goes through the keys, longest ways first."""
+    """Each program owns some queries of one head of one sequence and processes the keys; longest programs first."""
     blocks = length // own
     one = tl.program_id(0) // blocks
     first = (blocks - 1 - tl.program_id(0) % blocks) * own
@@ -78,7 +79,7 @@ def _to_query(
     query, slope, inner, log_total, row, heads, token, to_keys, to_values, begin, end, scale,
     other: tl.constexpr, cut: tl.constexpr, result,
 ):  # fmt: skip
-    """Add up what the keys from `begin` to `end` do to the gradient of the owned queries."""
+    """Accumulate the contribution of the keys from `begin` to `end` to the gradient of the owned queries."""
     for start in range(begin, end, other):
         key = heads.load([token + start, to_keys])
         value = heads.load([token + start, to_values])
@@ -95,7 +96,7 @@ def _queries_kernel(
     own_heads, heads, mixed, log_totals, gradient, inners, result, sums, length, scale,
     n_heads: tl.constexpr, width: tl.constexpr, own: tl.constexpr, other: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the queries; also what of the outputs' own size the other kernel needs."""
+    """Compute the gradient of the queries, and the products of outputs and gradients that the other kernel needs."""
     blocks = length // own
     one = tl.program_id(0) // blocks
     block = blocks - 1 - tl.program_id(0) % blocks
@@ -131,7 +132,7 @@ def _to_key_and_value(
     key, value, row, heads, gradient, token, to_queries, totals, inners, begin, end, scale,
     other: tl.constexpr, cut: tl.constexpr, to_key, to_value,
 ):  # fmt: skip
-    """Add up what the queries from `begin` to `end` do to the gradients of the owned keys and values."""
+    """Accumulate the contribution of queries from `begin` to `end` to the gradients of the owned keys and values."""
     for start in range(begin, end, other):
         column = start + tl.arange(0, other)
         query = heads.load([token + start, to_queries])
@@ -150,7 +151,7 @@ def _keys_kernel(
     own_heads, heads, log_totals, gradient, inners, result, sums, length, scale,
     n_heads: tl.constexpr, width: tl.constexpr, own: tl.constexpr, other: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of keys and values."""
+    """Compute the gradients of keys and values."""
     blocks = length // own
     one, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     sequence, column = one // n_heads, one % n_heads * width
@@ -181,11 +182,12 @@ def _keys_kernel(
 
 
 def attend(heads: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """The mixed values, [sequences, length, heads, width], and the logarithms to base two of the softmax's sums.
+    """Return the mixed values, [sequences, length, heads, width], and the base-2 logarithms of the softmax's sums.
 
     Args:
-        heads: Queries, keys and values, [sequences, length, 3, heads, width], contiguous; the length is a multiple of
-            the tiles, the width a power of two.
+        heads: Queries, keys and values, [sequences, length, 3, heads, width], contiguous; the length must be a multiple
+            of the tiles, the width a power of two.
+        tiles: How to tile the work.
     """
     sequences, length, _, n_heads, width = heads.shape
     mixed = heads.new_empty(sequences, length, n_heads, width)
@@ -202,11 +204,11 @@ def attend(heads: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
 def attend_backward(
     gradient: Tensor, heads: Tensor, mixed: Tensor, log_totals: Tensor, for_queries: Tiles, for_keys: Tiles
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of `heads`, and the sums of its columns; always the same to the bit.
+    """Compute the gradient of `heads` and the sums of its columns, deterministically.
 
     Returns:
         The gradient; sums for the queries, [parts, 1, heads, width], and for keys and values, [parts, 2, heads, width],
-        both in fp32 and one part for each tile of rows.
+        both in fp32 with one part per tile of rows.
     """
     sequences, length, _, n_heads, width = heads.shape
     result, inners = torch.empty_like(heads), torch.empty_like(log_totals)
@@ -231,7 +233,7 @@ def attend_backward(
 
 
 def _tiled(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """The tensor as [tokens, columns], to be read or written so many tokens of one head at a time."""
+    """Describe the tensor as [tokens, columns], accessed by tiles of `rows` tokens of one head."""
     columns = tensor[0, 0].numel()
     return TensorDescriptor(tensor, [tensor.numel() // columns, columns], [columns, 1], [rows, tensor.size(-1)])
 

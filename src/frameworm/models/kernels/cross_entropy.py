@@ -1,4 +1,4 @@
-"""Triton kernels; imported late, where there is a GPU and triton."""
+"""Triton kernels of cross-entropy; imported only where there is a GPU and triton."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from frameworm.models.kernels.attention import TO_BASE_TWO
 
-# A row up to this long stays in the registers of one program: read once instead of twice.
+# A row up to this length stays in the registers of one program, so it is read once instead of twice.
 _LONGEST_HELD = 8192
-# Columns at a time, parts of them, warps, and rows that a multiprocessor works on at a time; found by trial on an H200.
-# A part is eight columns for each thread.
+# Columns at a time, parts of them, warps, and rows per multiprocessor at a time; tuned on an H200. A part is eight
+# columns per thread.
 _BLOCK, _PARTS, _WARPS, _PROGRAMS_EACH = 16384, 4, 16, 4
 
 
@@ -28,7 +28,7 @@ def _held_cross_entropy_kernel(
     write: tl.constexpr,
     block_size: tl.constexpr,
 ):
-    """One program per row, which it holds whole: read it, and write the gradient over it."""
+    """One program per row, which it holds completely: read it, and overwrite it with the gradient."""
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * row_stride
     columns = tl.arange(0, block_size)
@@ -50,10 +50,10 @@ def _held_cross_entropy_kernel(
 
 @triton.jit
 def _add_powers(values, largest, total, parts: tl.constexpr):
-    """Bring sums of powers of two, and the largest powers they are relative to, up to date by more values.
+    """Add values to running sums of powers of two and the maxima that they are relative to.
 
-    A sum takes eight neighbours, which lie in one thread, from each part: they are brought to a new maximum together,
-    not each by itself.
+    Each sum takes eight neighbours, which are in one thread, from each part: they are rescaled to a new maximum
+    together rather than one by one.
     """
     values = tl.reshape(values.to(tl.float32), [parts, values.shape[0] // parts // 8, 8])
     highest = tl.maximum(largest, tl.max(tl.max(values, 2), 0) * TO_BASE_TWO)
@@ -63,7 +63,7 @@ def _add_powers(values, largest, total, parts: tl.constexpr):
 
 @triton.jit
 def _write_shares(line, columns, log_total, there):
-    """Write each value's share of the softmax over it."""
+    """Overwrite each value with its softmax probability."""
     values = tl.load(line + columns, mask=there, eviction_policy="evict_first")
     shares = tl.exp2(values.to(tl.float32) * TO_BASE_TWO - log_total)
     tl.store(line + columns, shares.to(values.dtype), mask=there, eviction_policy="evict_first")
@@ -82,10 +82,10 @@ def _cross_entropy_kernel(
     block_size: tl.constexpr,
     parts: tl.constexpr,
 ):
-    """A program goes through every n-th row: reads it for the softmax's sum, and again to write the gradient over it.
+    """Each program handles every n-th row: reads it for the softmax's sum, then again to write the gradient over it.
 
-    With few rows under way at a time the second reading finds most of a row still in the cache. All but the last block
-    of a row are whole and read without a mask.
+    With few rows in progress at a time, the second pass finds most of a row still in the cache. All but the last block
+    of a row are complete and read without a mask.
     """
     columns = tl.arange(0, block_size)
     whole: tl.constexpr = vocabulary // block_size * block_size
@@ -93,7 +93,7 @@ def _cross_entropy_kernel(
         line = logits + tl.cast(row, tl.int64) * row_stride
         target = tl.load(targets + row)
         real = target != ignore_index
-        # A target outside the vocabulary shows as NaN instead of as somebody else's memory.
+        # A target outside the vocabulary gives NaN instead of an out-of-bounds read.
         inside = (target >= 0) & (target < vocabulary)
         chosen = tl.load(line + target, mask=inside, other=float("nan")).to(tl.float32)
         largest = tl.full([block_size // parts // 8], -1e30, tl.float32)
@@ -113,13 +113,13 @@ def _cross_entropy_kernel(
         log_total = summit + tl.log2(tl.sum(total * tl.exp2(largest - summit), 0))
         tl.store(losses + row, tl.where(real, log_total / TO_BASE_TWO - chosen, 0.0))
         if write:
-            tl.debug_barrier()  # nobody writes before all have read the target's logit
+            tl.debug_barrier()  # no thread may write before all have read the target's logit
             if real:
                 for start in range(0, whole, block_size):
                     _write_shares(line + start, columns, log_total, None)
                 if whole < vocabulary:
                     _write_shares(line + whole, columns, log_total, whole + columns < vocabulary)
-                tl.debug_barrier()  # the target's own is written last
+                tl.debug_barrier()  # the target's gradient is written last
                 own = tl.exp2(chosen * TO_BASE_TWO - log_total) - 1.0
                 tl.store(line + target, own.to(logits.dtype.element_ty), mask=inside)
             else:
@@ -129,12 +129,14 @@ def _cross_entropy_kernel(
 
 
 def cross_entropy_rows(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, with_gradient: bool) -> None:
-    """Writes the loss of each row and, if asked, its gradient over the logits.
+    """Write the loss of each row and, if asked, its gradient over the logits.
 
     Args:
-        logits: [rows, vocabulary], contiguous rows; overwritten by softmax - one-hot when `with_gradient`.
+        logits: [rows, vocabulary], contiguous rows; overwritten by softmax - one-hot if `with_gradient`.
         targets: int64, [rows].
-        losses: fp32, [rows]; 0 where the target is ignored.
+        losses: fp32, [rows]; 0 if the target is ignored.
+        ignore_index: Target that does not count.
+        with_gradient: Whether to write the gradient.
     """
     rows, vocabulary = logits.shape
     if rows == 0:

@@ -1,9 +1,9 @@
-"""Matrix products by cuBLASLt: with an ending that is part of them, and by the kernel that is really the fastest.
+"""Matrix products by cuBLASLt with a fused epilogue (called ending here), using the kernel measured as fastest.
 
-torch has no way to ask for either. An ending is a bias, a bias and GELU, or GELU's derivative. Of the kernels that the
-library proposes, the first, which torch takes, is often not the fastest. So the first time that a product's sizes come,
-the proposals take turns, where algorithms may be timed (gpu.benchmark); see cublas_plan.py. What that brings to a whole
-step is less than to one product where power limits the clock.
+torch offers neither. An ending is a bias, a bias and GELU, or GELU's derivative. Of the kernels that the library
+proposes, the first, which torch uses, is often not the fastest. So for each new problem size the proposals are timed in
+turns, if algorithms may be timed (gpu.benchmark); see cublas_plan.py. The gain for a whole step is smaller than for one
+product if the power limit throttles the clock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from frameworm.models.kernels.cublas_plan import ALIGNMENT, DTYPES, WITH_GELU, Ending, Sizes, fits, library, plan_for
 
-# Smaller products are left to torch, which is quicker to launch them. A choice, not a measurement.
+# Smaller products are left to torch, which launches them faster. Chosen, not measured.
 LARGE = 2**32  # multiplications
 
 
@@ -30,16 +30,18 @@ def multiply(
     out: Tensor | None = None,
     onto: Tensor | None = None,
 ) -> Tensor:
-    """`left @ right` with an ending; by torch's own operations where the library does not suit.
+    """Compute `left @ right` with an ending, using torch's own operations if the library does not fit.
 
     Args:
-        left: [m, k], or [k, m] where `left_transposed`; contiguous.
-        right: [k, n], or [n, k] where `right_transposed`; contiguous, and of the same dtype.
-        ending: Those with GELU are for half precision on a GPU that has the library.
+        left: [m, k], or [k, m] if `left_transposed`; contiguous.
+        right: [k, n], or [n, k] if `right_transposed`; contiguous, and of the same dtype.
+        ending: Endings with GELU require half precision on a GPU with the library.
         aside: [m, n]: written by GELU_OF_SUM, read by GELU_SLOPE.
         bias: [n], for SUM and GELU_OF_SUM.
-        out: [m, n], contiguous: gets the result; may be fp32 beside half-width factors.
-        onto: [m, n], of the result's dtype: is added to the product; may be `out` itself. Only with NONE and SUM.
+        left_transposed: Whether `left` is stored transposed.
+        right_transposed: Whether `right` is stored transposed.
+        out: [m, n], contiguous: receives the result; may be fp32 with half-precision factors.
+        onto: [m, n], of the result's dtype: added to the product; may be `out` itself. Only with NONE and SUM.
     """
     m, k = reversed(left.shape) if left_transposed else left.shape
     n = right.size(0) if right_transposed else right.size(1)
@@ -74,7 +76,7 @@ def _in_steps(
     result: Tensor,
     onto: Tensor | None,
 ) -> Tensor:
-    """The same by torch's own operations."""
+    """Do the same with torch's own operations."""
     left, right = (left.t() if sizes.left_transposed else left), (right.t() if sizes.right_transposed else right)
     if sizes.ending is Ending.NONE:
         _multiply_into(result, left, right, onto)
@@ -95,13 +97,13 @@ def _in_steps(
 
 
 def _multiply_into(result: Tensor, left: Tensor, right: Tensor, onto: Tensor | None) -> None:
-    """`result = left @ right`, added to `onto`; with an fp32 sum where the result is, whatever the factors are."""
+    """Compute `result = left @ right`, plus `onto` if given; an fp32 result is accumulated in fp32 for any factors."""
     start, beta = (result, 0) if onto is None else (onto, 1)
     if left.dtype == result.dtype or not left.is_cuda:
         torch.addmm(start, left.to(result.dtype), right.to(result.dtype), beta=beta, out=result)
         return
     try:
         torch.addmm(start, left, right, out_dtype=result.dtype, beta=beta, out=result)
-    except RuntimeError:  # a torch whose addmm takes no fp32 sum beside half-width factors
+    except RuntimeError:  # a torch whose addmm cannot add fp32 to a product of half-precision factors
         product = torch.mm(left, right, out_dtype=result.dtype)
         result.copy_(product) if onto is None else torch.add(onto, product, out=result)

@@ -1,7 +1,7 @@
-"""Plans of matrix products for cuBLASLt: what is to be multiplied, and which of the library's kernels does it.
+"""Plans of matrix products for cuBLASLt: what to multiply, and with which of the library's kernels.
 
-The library is the one that torch itself has loaded; only what is needed of it is declared here. It counts columns
-first, so a matrix of ours is its transpose to it, and the factors change places.
+The library is the one that torch has loaded; only what is needed of it is declared here. It is column-major, so it sees
+our matrices as transposed, and the factors swap places.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from torch import Tensor
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float16: 2}
 ALIGNMENT = 16  # bytes
-_WORKSPACE_BYTES = 64 * 2**20  # twice what NVIDIA advises for Hopper
+_WORKSPACE_BYTES = 64 * 2**20  # twice what NVIDIA recommends for Hopper
 _COMPUTE_FP32, _FP32 = 68, 0
 # Attributes of a product and of the search for its kernel.
 _TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS, _AUX, _AUX_STRIDE = 3, 4, 7, 8, 11, 12
 _MAX_WORKSPACE = 1
-# Proposals that take turns, how often, launches in each turn, and how much faster than the first another must be.
+# Proposals to time, turns, launches per turn, and the fraction of the first one's time that another must beat.
 _PROPOSALS = 8
 _TURNS, _LAUNCHES = 3, 3
 _FASTER = 0.98
 
 
 class Ending(enum.IntEnum):
-    """What happens to the product before it is written."""
+    """The epilogue: what happens to the product before it is written."""
 
     NONE = 1
     SUM = 4  # adds a bias
-    GELU_OF_SUM = 164  # adds a bias, keeps the sum aside, applies GELU in its tanh form
-    GELU_SLOPE = 192  # multiplies by GELU's derivative at what was kept aside
+    GELU_OF_SUM = 164  # adds a bias, stores the sum aside, applies tanh GELU
+    GELU_SLOPE = 192  # multiplies by GELU's derivative at the stored sum
 
 
 WITH_GELU = (Ending.GELU_OF_SUM, Ending.GELU_SLOPE)
 
 
 class CublasError(RuntimeError):
-    """The library cannot do it."""
+    """A call of the library failed."""
 
 
 class _Found(ctypes.Structure):
@@ -61,7 +61,7 @@ class _Found(ctypes.Structure):
 
 
 class Sizes(NamedTuple):
-    """All that a kernel is chosen by."""
+    """Everything that determines the choice of a kernel."""
 
     m: int
     n: int
@@ -76,7 +76,7 @@ class Sizes(NamedTuple):
 
 @lru_cache
 def library() -> ctypes.CDLL | None:
-    """cuBLASLt of this torch; None where there is none."""
+    """Return the cuBLASLt of this torch; None if there is none."""
     if torch.version.cuda is None:
         return None
     try:
@@ -86,18 +86,18 @@ def library() -> ctypes.CDLL | None:
 
 
 def fits(*sizes: int) -> bool:
-    """Whether rows of these lengths lie as the kernels want them."""
+    """Whether rows of these lengths are aligned as the kernels require."""
     return all(size > 0 and size * 2 % ALIGNMENT == 0 for size in sizes)
 
 
 class Plan:
-    """One product's sizes, and the kernels for them."""
+    """The kernels for a product of one size."""
 
     def __init__(self, sizes: Sizes) -> None:
         found = library()
         assert found is not None
         self._library = found
-        self._lock = Lock()  # the pointers of one product are set before it is launched
+        self._lock = Lock()  # setting a product's pointers and launching it must not interleave with another thread
         self._handle = _handle(torch.cuda.current_device())
         self._product = c_void_p()
         self._call("MatmulDescCreate", byref(self._product), c_int(_COMPUTE_FP32), c_int(_FP32))
@@ -167,21 +167,21 @@ class Plan:
         )
 
     def _choose(self, launch: Callable[[int, Tensor], None], result: Tensor, onto: Tensor | None) -> int:
-        """The proposal to take: the first, or the fastest where algorithms may be timed and nothing is recorded."""
+        """Choose a proposal: the fastest if algorithms may be timed and nothing is being captured, else the first."""
         if not torch.backends.cudnn.benchmark or len(self._proposals) == 1:
             return 0
         if self._fastest is None:
             if torch.cuda.is_current_stream_capturing():
                 return 0
             try:
-                # What is added to must not be added to again and again.
+                # A scratch target, if repeated launches would add to `onto` again and again.
                 self._fastest = self._race(launch, torch.empty_like(result) if onto is result else result)
             except torch.cuda.OutOfMemoryError:
                 return 0
         return self._fastest
 
     def _race(self, launch: Callable[[int, Tensor], None], target: Tensor) -> int:
-        """Let the proposals take turns; which of them took least."""
+        """Time the proposals in turns; return the fastest, or the first if none is clearly faster."""
         taken_s: list[list[float]] = [[] for _ in self._proposals]
         for _ in range(_TURNS):
             for number, figures in enumerate(taken_s):
@@ -192,7 +192,7 @@ class Plan:
                     for _ in range(_LAUNCHES):
                         launch(number, target)
                     end.record()
-                except CublasError:  # proposed, but not for these addresses
+                except CublasError:  # proposed, but not valid for these addresses
                     figures.append(math.inf)
                     continue
                 end.synchronize()
@@ -245,7 +245,7 @@ def _checked(found: ctypes.CDLL, name: str, *arguments: object) -> None:
 
 @lru_cache(maxsize=256)
 def plan_for(sizes: Sizes) -> Plan | None:
-    """The plan for these sizes; None where the library has no kernel for them."""
+    """Return the plan for these sizes; None if the library has no kernel for them."""
     try:
         return Plan(sizes)
     except CublasError:
@@ -254,7 +254,7 @@ def plan_for(sizes: Sizes) -> Plan | None:
 
 @lru_cache
 def _handle(device: int) -> c_void_p:
-    """The library's own state, which belongs to one device."""
+    """Return the library's handle for one device."""
     found, handle = library(), c_void_p()
     assert found is not None
     _checked(found, "Create", byref(handle))
@@ -263,5 +263,5 @@ def _handle(device: int) -> c_void_p:
 
 @lru_cache
 def _workspace(device: int, stream: int) -> Tensor:
-    """Memory that a product may use; products of two streams run side by side."""
+    """Return workspace memory; one per stream, as products on two streams run concurrently."""
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=torch.device("cuda", device))

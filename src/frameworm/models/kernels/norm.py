@@ -1,8 +1,8 @@
-"""Layer norm's backward beside the stream that it starts from, in one pass over memory, as a Triton kernel.
+"""Layer norm's backward fused with the residual stream's, in one pass over memory, as a Triton kernel.
 
-What flows back past the norm is added to what flows back through it, and three sums over all rows are taken on the
-way: the gradients of the norm's weight and bias, and the sum of what flows back past it. Each program keeps them for
-its rows; what the programs found is added up afterwards, in a fixed order.
+The gradient of the stream is added to the gradient through the norm, and three sums over all rows are computed on the
+way: the gradients of the norm's weight and bias, and the sum of the stream's gradient. Each program keeps them for its
+rows; the partial sums are added afterwards in a fixed order.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -13,8 +13,8 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-# Rows at a time, warps, programs for each multiprocessor, and rows under way; found by trial on an H200 with 768
-# columns. benchmarks/model_kernels.py tries others.
+# Rows at a time, warps, programs per multiprocessor, and pipeline stages; tuned on an H200 with 768 columns.
+# benchmarks/model_kernels.py tries others.
 _ROWS, _WARPS, _PROGRAMS_EACH, _STAGES = 4, 4, 2, 3
 
 
@@ -34,7 +34,7 @@ def _norm_backward_kernel(
     block: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Every n-th group of rows: the gradient of the inputs, and this program's share of the sums."""
+    """Process every n-th group of rows: the gradient of the inputs, and this program's part of the sums."""
     columns = tl.arange(0, block)
     there = columns < width
     factors = tl.load(weight + columns, mask=there, other=0.0).to(tl.float32)
@@ -69,7 +69,7 @@ def _norm_backward_kernel(
 def norm_backward(
     gradient: Tensor, stream: Tensor, inputs: Tensor, weight: Tensor, means: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `stream_norm._norm_backward`; all contiguous, on a GPU."""
+    """See `stream_norm._norm_backward`; all tensors must be contiguous and on a GPU."""
     rows, width = inputs.shape
     result = torch.empty_like(inputs)
     with torch.cuda.device(inputs.device):

@@ -1,33 +1,35 @@
-"""When gradients were on their way, and how much of that backward did not hide.
+"""When gradient buckets were sent, and how much of that backward did not hide.
 
-What is sent is the business of a DDP hook; `recorded` wraps any such hook and notes when each bucket was ready, when
-the hook let backward go on, and when the reduced gradients were back. The moments come from the host's clock, or are
-events in the device's streams that are read some steps later; the arithmetic is the same.
+A DDP hook does the sending; `recorded` wraps any such hook and notes when each bucket was ready, when the hook
+returned, and when the reduced gradients were back. The times come from the host's clock, or are events in the device's
+streams that are read some steps later; the arithmetic is the same.
 
-Exposed is what backward had to stand still for: the time inside the hook, and from the end of this rank's own
-computing until the last bucket was back.
+Exposed communication is the time in which backward stood still: inside the hook, and from the end of this rank's own
+computation until the last bucket was back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from frameworm.records.observations import Bucket
+from frameworm.torch_private.execution import run_after_backward
+from frameworm.torch_private.tensors import sparse_indices, sparse_values
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
+    from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 Hook = Callable[[Any, "GradBucket"], torch.futures.Future[torch.Tensor]]
 
-MEAN_AFTER_STEPS = 5  # the first steps pay for connections and for DDP's second look at its buckets
+MEAN_AFTER_STEPS = 5  # in the first steps connections are made and DDP rebuilds its buckets
 
 
 class _Sent:
-    """One bucket on its way; the moments are whatever the recorder's clock gives."""
+    """One bucket that was sent; its moments are in the units of the recorder's clock."""
 
     __slots__ = ("bytes", "end", "issued", "parameters", "ready")
 
@@ -40,11 +42,11 @@ class _Sent:
 
 
 class Meeting(NamedTuple):
-    """A point of a step that all ranks must reach, in seconds of this host's clock."""
+    """A collective within a step, in seconds of this host's clock."""
 
-    ready_at: float  # this rank had brought its part
-    idle_at: float  # it had nothing else to compute
-    end_at: float  # the parts of all were back
+    ready_at: float  # this rank had contributed its part
+    idle_at: float  # this rank had nothing else to compute
+    end_at: float  # the parts of all ranks had arrived
 
 
 @dataclass(slots=True)
@@ -52,11 +54,12 @@ class StepCommunication:
     """The communication of one step on one rank.
 
     Attributes:
-        total_s: Time in which at least one bucket was on its way.
-        exposed_s: What of it backward did not hide.
-        buckets: With times since the beginning of the backward that sent them.
-        meetings: Where this rank may have had to wait for others, in order.
-        sending: Which of them is that of the buckets, if any.
+        total_s: Time in which at least one bucket was being sent.
+        exposed_s: The part of it that backward did not hide.
+        buckets: The buckets, with times since the beginning of their backward pass.
+        meetings: Collectives at which this rank may have waited for others, in order.
+        sending: Index of the one that is the gradient exchange, if any.
+        captured: Whether the step was replayed from a CUDA graph.
     """
 
     total_s: float = 0.0
@@ -64,16 +67,22 @@ class StepCommunication:
     buckets: list[Bucket] = field(default_factory=list)
     meetings: list[Meeting] = field(default_factory=list)
     sending: int | None = None
+    captured: bool = False
+
+    def begun_at(self, moment_s: float) -> StepCommunication:
+        """Convert meeting times from seconds since the start of the step to the host's clock."""
+        shifted = [Meeting(*(moment_s + time_s for time_s in meeting)) for meeting in self.meetings]
+        return replace(self, buckets=list(self.buckets), meetings=shifted)
 
     def met(self, begin_at: float, end_at: float) -> None:
-        """Add a collective that this rank waited for with nothing else to do."""
+        """Add a collective for which this rank waited with nothing else to do."""
         self.total_s += end_at - begin_at
         self.exposed_s += end_at - begin_at
         self.meetings.append(Meeting(begin_at, begin_at, end_at))
 
 
 class Backward:
-    """The moments of one backward that sent buckets."""
+    """The moments of one backward pass that sent buckets."""
 
     __slots__ = ("computed", "sent")
 
@@ -82,20 +91,20 @@ class Backward:
         self.computed = computed
 
     def moments(self) -> list[Any]:
-        """Every moment that was noted."""
+        """All moments that were recorded."""
         noted = [moment for item in self.sent for moment in (item.ready, item.issued, item.end)]
         return [moment for moment in (*noted, self.computed) if moment is not None]
 
     def add_to(
         self, step: StepCommunication, seconds: Callable[[Any], float], begin_at: float, limit_s: float
     ) -> float:
-        """Work out the times and add them to a step; returns what was exposed.
+        """Compute the times and add them to a step; returns the exposed seconds.
 
         Args:
-            step: What is known of the step's communication.
-            seconds: From a moment to the time since the beginning of this backward.
-            begin_at: When the backward began, in seconds of the host's clock.
-            limit_s: How long the whole backward took: not more than that was exposed.
+            step: The communication of the step so far.
+            seconds: Converts a moment to seconds since the beginning of this backward pass.
+            begin_at: Beginning of the backward pass, in seconds of the host's clock.
+            limit_s: Duration of the whole backward pass, an upper bound of what was exposed.
         """
         held_s = 0.0
         intervals = []
@@ -120,7 +129,7 @@ class Backward:
 
 
 def union_s(intervals: list[tuple[float, float]]) -> float:
-    """How long at least one of the intervals lasts."""
+    """Seconds covered by at least one of the intervals."""
     total_s = 0.0
     reached = float("-inf")
     for begin, end in sorted(intervals):
@@ -131,11 +140,11 @@ def union_s(intervals: list[tuple[float, float]]) -> float:
 
 
 class BucketRecorder:
-    """Notes the moments of the buckets between two `take`s.
+    """Records the moments of buckets between two calls of `take`.
 
     Args:
-        now: The moment this is called at, on the clock of the step.
-        wanted: Whether the coming buckets are to be noted at all.
+        now: Returns the current moment, on the clock of the step.
+        wanted: Returns whether to record the coming buckets; None: always.
     """
 
     def __init__(self, now: Callable[[], Any], wanted: Callable[[], bool] | None = None) -> None:
@@ -145,28 +154,36 @@ class BucketRecorder:
         self._computed: Any = None
 
     def ready(self, bucket: GradBucket) -> _Sent | None:
-        """A bucket is full; None when nobody wants to know."""
+        """Called when a bucket is full; returns None if it is not to be recorded."""
         if self._wanted is not None and not self._wanted():
             return None
         buffer = bucket.buffer()
         sent = _Sent(_bytes_of(buffer), buffer.numel(), self._now())
         if not self._sent:
-            # Called when autograd has nothing left to do, and before DDP waits for what is on its way: DDP asks for
-            # its own call when the last bucket has gone.
-            torch.autograd.Variable._execution_engine.queue_callback(self._compute_ended)
+            # Runs when autograd has finished and before DDP waits for pending buckets: DDP queues its own callback
+            # when the last bucket has been sent.
+            run_after_backward(self._compute_ended)
+        self._sent.append(sent)
+        return sent
+
+    def ready_at_once(self, gradients: torch.Tensor) -> _Sent | None:
+        """Called when all gradients are sent together after backward; returns None if that is not to be recorded."""
+        if self._wanted is not None and not self._wanted():
+            return None
+        sent = _Sent(_bytes_of(gradients), gradients.numel(), self._now())
         self._sent.append(sent)
         return sent
 
     def issued(self, sent: _Sent) -> None:
-        """The hook has returned."""
+        """Called when the hook has returned."""
         sent.issued = self._now()
 
     def ended(self, sent: _Sent) -> None:
-        """The reduced bucket is back."""
+        """Called when the reduced bucket is back."""
         sent.end = self._now()
 
     def take(self) -> Backward | None:
-        """What was noted since the last call; None when nothing was sent."""
+        """The recording since the last call; None if nothing was sent."""
         if not self._sent:
             return None
         backward = Backward(self._sent, self._computed)
@@ -178,7 +195,7 @@ class BucketRecorder:
 
 
 def recorded(hook: Hook, recorder: BucketRecorder) -> Hook:
-    """A DDP hook that sends what `hook` sends, and notes when."""
+    """A DDP hook that sends what `hook` sends, and records when."""
 
     def recording(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         sent = recorder.ready(bucket)
@@ -193,34 +210,41 @@ def recorded(hook: Hook, recorder: BucketRecorder) -> Hook:
 
         return future.then(back)
 
-    recording.__annotations__ = {}  # DDP compares annotations with classes, which postponed ones are not
+    recording.__annotations__ = {}  # DDP compares annotations with classes; postponed ones are strings
     return recording
 
 
 def _bytes_of(buffer: torch.Tensor) -> int:
     if buffer.is_sparse:
-        return buffer._values().nbytes + buffer._indices().nbytes
+        return sparse_values(buffer).nbytes + sparse_indices(buffer).nbytes
     return buffer.numel() * buffer.element_size()
 
 
+def seconds_between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    """Seconds between two events that the device has passed."""
+    return float(begin.elapsed_time(end)) * 1e-3
+
+
 class BucketMeans:
-    """The buckets of the mean step; a new division into buckets starts the means anew."""
+    """The buckets of the mean step; restarted by another bucket layout or the first replayed step."""
 
     def __init__(self, after_steps: int = MEAN_AFTER_STEPS) -> None:
         self._skip = after_steps
-        self._layout: list[int] = []
+        self._layout: tuple[bool, list[int]] = (False, [])
         self._sums: list[list[float]] = []
         self._steps = 0
 
     def add(self, step: StepCommunication) -> None:
-        """Take one step in."""
+        """Add one step."""
         if not step.buckets:
             return
         self._skip -= 1
-        layout = [bucket.parameters or 0 for bucket in step.buckets]
+        layout = step.captured, [bucket.parameters or 0 for bucket in step.buckets]
+        if self._layout[0] and not step.captured:
+            return  # once steps are replayed, one that is not is an exception
         if self._skip == 0 or layout != self._layout:
             self._layout = layout
-            self._sums = [[0.0] * 4 for _ in layout]
+            self._sums = [[0.0] * 4 for _ in step.buckets]
             self._steps = 0
         for sums, bucket in zip(self._sums, step.buckets):
             sums[0] += bucket.bytes
@@ -232,7 +256,7 @@ class BucketMeans:
     def buckets(self) -> list[Bucket]:
         """The mean step's buckets."""
         found = []
-        for sums, parameters in zip(self._sums, self._layout):
+        for sums, parameters in zip(self._sums, self._layout[1]):
             size_bytes, ready_s, start_s, end_s = (value / self._steps for value in sums)
             found.append(Bucket(round(size_bytes), ready_s, start_s, end_s, parameters))
         return found

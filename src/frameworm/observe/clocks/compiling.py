@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from frameworm.records.schema import Compilation
+from frameworm.torch_private.compiler import compilations
 
-# torch keeps the last 64, which a model with a few graphs for each of its blocks exceeds.
+# torch keeps the last 64 entries, too few for a model with several graphs per block.
 _MOST_ENTRIES = 100_000
 
 
 def compilations_so_far() -> int:
-    """Entries in the log, which keeps all from here on; imports the compiler."""
-    from torch._dynamo.utils import get_compilation_metrics, set_compilation_metrics_limit
-
-    set_compilation_metrics_limit(_MOST_ENTRIES)
-    return len(get_compilation_metrics())
+    """Number of entries in the log, which keeps all entries from here on; imports the compiler."""
+    return len(compilations(keep=_MOST_ENTRIES))
 
 
 def compilation_since(earlier: int = 0) -> Compilation:
-    """Time, graphs and reasons to compile again.
+    """Time, number of graphs, and reasons for recompilation.
 
     Args:
-        earlier: Entries in the log that do not count.
+        earlier: Number of entries at the start of the log to ignore.
     """
-    from torch._dynamo.utils import get_compilation_metrics
-
-    events = get_compilation_metrics()[earlier:]
+    events = compilations()[earlier:]
     again = [event for event in events if event.recompile_reason]
     return Compilation(
         time_s=sum((event.duration_us or 0) for event in events) * 1e-6,

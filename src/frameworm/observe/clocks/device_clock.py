@@ -1,8 +1,8 @@
-"""Where the time of a step goes on a GPU, measured without making anybody wait.
+"""Where the time of a step goes on a GPU, measured without making the host wait.
 
-At each border between two phases an event is put into the stream and read some steps later, when it is long done; the
-gap before the first event of a step is the wait for data that the device really felt, however far ahead the host is.
-Putting an event there is not free: where steps are short, every step's time is measured, but only one step in a few is
+At each border between two phases an event is recorded in the stream and read some steps later, when the device has
+passed it; the gap before the first event of a step is the data wait as the device saw it, however far ahead the host
+is. Recording events is not free: if steps are short, the time of every step is measured, but only one step in a few is
 divided into phases.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from frameworm.observe.clocks.communication import Backward, BucketRecorder, StepCommunication
+from frameworm.observe.clocks.communication import Backward, BucketRecorder, StepCommunication, seconds_between
 from frameworm.observe.clocks.phases import (
     BACKWARD,
     CHECKPOINT,
@@ -31,18 +31,18 @@ from frameworm.observe.clocks.phases import (
 
 GROUP_STEPS = 8
 GROUPS_IN_FLIGHT = 2
-# How many steps the host can be ahead of the device: groups in flight, one group being filled, the current step.
+# How many steps the host can be ahead of the device: the groups in flight, the group being filled, the current step.
 MAX_STEPS_AHEAD = GROUP_STEPS * (GROUPS_IN_FLIGHT + 1) + 1
-# Longer steps do not feel four events; shorter ones did in the overhead benchmark. A choice, not a measurement.
+# Longer steps are not slowed by four events; shorter ones were in the overhead benchmark. A choice, not a measurement.
 SHORT_STEP_S = 0.02
-# Two events in a row lie a little apart: a gap no longer than this is the clock itself. A choice, not a measurement.
+# Two events in a row are slightly apart: a gap up to this is the clock itself. A choice, not a measurement.
 BETWEEN_EVENTS_S = 2e-6
-# No divisor in common with what recurs every 8, 10 or 32 steps, such as the groups here: each shows by its true share.
+# Coprime to what recurs every 8, 10 or 32 steps, such as the groups here, so that each is sampled at its true rate.
 DIVIDE_EVERY = 7
 
 
 class _Pending:
-    """A step whose events are still on the device; the last mark is its end and the next step's beginning."""
+    """A step whose events the device has not passed yet; the last mark is its end and the start of the next."""
 
     __slots__ = (
         "begin",
@@ -53,31 +53,33 @@ class _Pending:
         "host_wait_s",
         "marks",
         "payload",
+        "replayed",
         "scalars",
         "sent",
     )
 
     def __init__(self, begin: torch.cuda.Event, begun_at: float | None = None) -> None:
         self.begin = begin
-        self.begun_at = begun_at  # by the host's clock; None: when the step before ended
+        self.begun_at = begun_at  # on the host's clock; None: when the previous step ended
         self.divided = True
         self.sent: dict[int, Backward] = {}  # by the number of the mark that ends that backward
+        self.replayed: dict[int, StepCommunication] = {}  # by the number of the mark that ends that replay
         self.marks: list[tuple[str | Mapping[str, float], torch.cuda.Event]] = []
         self.host_other_s = 0.0
         self.host_wait_s = 0.0
-        self.host_copy_s = 0.0  # of the wait: what the host spent on copying the batch
+        self.host_copy_s = 0.0  # the part of the wait in which the host copied the batch
         self.payload: Any = None
         self.scalars: tuple[torch.Tensor | None, ...] = ()
 
 
 class _Group:
-    """Several finished steps whose scalars travel to the host in one copy."""
+    """Several finished steps whose scalars are copied to the host together."""
 
     __slots__ = ("host", "ready", "steps")
 
     def __init__(self, steps: list[_Pending]) -> None:
         self.steps = steps
-        # What an update on the host gives is there already, and cannot be stacked with the device's.
+        # Scalars of an update on the host are there already, and cannot be stacked with those of the device.
         present = [scalar for step in steps for scalar in step.scalars if scalar is not None and scalar.is_cuda]
         self.host: torch.Tensor | None = None
         if present:
@@ -89,16 +91,16 @@ class _Group:
 
 
 def _plain(scalar: torch.Tensor) -> torch.Tensor:
-    """The scalar as stacking wants it; a loss already is."""
+    """The scalar in the form that stacking needs; a loss already has it."""
     return scalar if scalar.dtype == torch.float32 and scalar.dim() == 0 else scalar.reshape(()).float()
 
 
 class CudaClock:
-    """Phases by CUDA events, read late.
+    """Phases measured by CUDA events that are read late.
 
     Args:
-        device: What is measured.
-        in_step: Hand a step out a fixed number of steps later, not as soon as it can be read: the same on all ranks.
+        device: The device to measure.
+        in_step: Return each step a fixed number of steps later, the same on all ranks, not as soon as it can be read.
     """
 
     max_steps_ahead = MAX_STEPS_AHEAD
@@ -114,15 +116,19 @@ class CudaClock:
         self._undivided = 0
         self._steps = 0
         self._recorder: BucketRecorder | None = None
-        self._read_until_s = 0.0  # the host's clock at the end of the last step that was read
+        self._read_until_s = 0.0  # end of the last step that was read, on the host's clock
         self.start()
 
     @property
     def note(self) -> str | None:
-        """Said when some steps were measured as a whole only."""
+        """A remark for the summary if some steps were not divided into phases."""
         if not self._undivided:
             return None
         return f"steps are short: phases were measured in one of {DIVIDE_EVERY} steps, the time of a step in all"
+
+    @property
+    def divides(self) -> bool:
+        return self._divides
 
     def divide(self) -> None:
         if not self._divides:
@@ -130,11 +136,18 @@ class CudaClock:
             self._last_host = perf_counter()
 
     def record_buckets(self) -> BucketRecorder:
-        self._recorder = BucketRecorder(self._event_of_this_thread, lambda: self._divides)
+        self._recorder = BucketRecorder(self._event_of_this_thread, self._wants_buckets)
         return self._recorder
 
+    def _wants_buckets(self) -> bool:
+        return self._divides or torch.cuda.is_current_stream_capturing()
+
     def _event_of_this_thread(self) -> torch.cuda.Event:
-        """An event where autograd or a finished collective is: in a stream and perhaps a thread of their own."""
+        """An event on the stream of autograd or a finished collective, which may run in another thread."""
+        if torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event(enable_timing=True, external=True)  # recorded again by every replay
+            event.record(torch.cuda.current_stream(self._device))
+            return event
         try:
             event = self._free.pop()
         except IndexError:
@@ -151,7 +164,7 @@ class CudaClock:
         return event
 
     def start(self) -> None:
-        # Asking for the stream at every mark would cost as much as the mark.
+        # Looking up the stream at every mark would cost as much as the mark.
         self._stream = torch.cuda.current_stream(self._device)
         self._last_host = perf_counter()
         self._current = _Pending(self._event(), self._last_host)
@@ -160,11 +173,11 @@ class CudaClock:
         if not self._divides:
             if name != CHECKPOINT:
                 return
-            self._divides = True  # rare and long, and the first thing in its step
+            self._divides = True  # checkpoints are rare and long, and come first in their step
         current = self._current
         now = perf_counter()
         if name == OTHER and not current.marks:
-            # What the host does between two steps; the device has nothing to say about it.
+            # Host work between two steps; the device sees nothing of it.
             current.host_other_s = now - self._last_host
             self._last_host = now
             return
@@ -180,8 +193,10 @@ class CudaClock:
     def copied(self, seconds: float) -> None:
         self._current.host_copy_s = seconds
 
-    def split(self, shares: Mapping[str, float]) -> None:
+    def split(self, shares: Mapping[str, float], communication: StepCommunication | None = None) -> None:
         if self._divides:
+            if communication is not None:
+                self._current.replayed[len(self._current.marks)] = communication
             self._current.marks.append((shares, self._event()))
             self._last_host = perf_counter()
 
@@ -194,7 +209,7 @@ class CudaClock:
         self._steps += 1
         self._divides = not self._short or self._steps % DIVIDE_EVERY == 0
         if self._divides and not current.divided:
-            self._last_host = perf_counter()  # no mark has read the clock since the step before
+            self._last_host = perf_counter()  # no mark has read the clock since the previous step
         current.payload = payload
         current.scalars = scalars
         self._filling.append(current)
@@ -202,7 +217,7 @@ class CudaClock:
         if len(self._filling) >= GROUP_STEPS:
             self._groups.append(_Group(self._filling))
             self._filling = []
-            if self._divides:  # what carries the scalars to the host is no wait for data
+            if self._divides:  # copying the scalars to the host is not a data wait
                 self._current.marks.append((OTHER, self._event()))
         done: list[Timed] = []
         while self._groups and (
@@ -221,7 +236,7 @@ class CudaClock:
         return done
 
     def abandon(self) -> list[Timed]:
-        return []  # reading would wait for a device that may never answer
+        return []  # reading would wait for a device that may never respond
 
     def _read(self, group: _Group) -> list[Timed]:
         group.ready.synchronize()
@@ -236,7 +251,7 @@ class CudaClock:
             step_s, phases, communication = _device_phases(step)
             self._read_until_s = step.begun_at + step_s
             timed.append(Timed(step.payload, scalars, step_s, phases, communication))
-            # The last event is the next step's beginning, which that step gives back.
+            # The last event also begins the next step, which returns it later.
             self._free.append(step.begin)
             self._free.extend(event for _, event in step.marks[:-1])
             for backward in step.sent.values():
@@ -246,10 +261,10 @@ class CudaClock:
 
 
 def _device_phases(step: _Pending) -> tuple[float, dict[str, float], StepCommunication | None]:
-    """Times between the events of one step.
+    """Seconds between the events of one step.
 
-    The gap before the data mark is a gap on the device: it is told apart by what the host did meanwhile. The transfer
-    is what the host spent on copying, and what it does not explain.
+    The gap before the data mark is split by what the host did meanwhile. The transfer is the time in which the host
+    copied the batch, plus whatever the host's times do not explain.
     """
     phases: dict[str, float] = {}
     step_s = 0.0
@@ -264,6 +279,8 @@ def _device_phases(step: _Pending) -> tuple[float, dict[str, float], StepCommuni
         if not isinstance(name, str):
             for part, share in name.items():
                 phases[part] = phases.get(part, 0.0) + elapsed_s * share
+            if number in step.replayed:
+                communication = step.replayed[number].begun_at(begun_at)
             continue
         if name == DATA_WAIT:
             if elapsed_s <= BETWEEN_EVENTS_S:
@@ -272,7 +289,7 @@ def _device_phases(step: _Pending) -> tuple[float, dict[str, float], StepCommuni
             wait_s = min(elapsed_s, step.host_wait_s)
             other_s = min(elapsed_s - wait_s, step.host_other_s)
             phases[OTHER] = phases.get(OTHER, 0.0) + other_s
-            # A gap shorter than the host's wait holds as much of the copy, in proportion, as the wait did.
+            # If the gap is shorter than the host's wait, the copy's fraction of it is the same as of the wait.
             copying = min(step.host_copy_s / step.host_wait_s, 1.0) if step.host_wait_s > 0 else 0.0
             transfer_s = elapsed_s - wait_s - other_s + wait_s * copying
             phases[TRANSFER] = phases.get(TRANSFER, 0.0) + transfer_s
@@ -280,7 +297,7 @@ def _device_phases(step: _Pending) -> tuple[float, dict[str, float], StepCommuni
         elif name == COMMUNICATION_EXPOSED:
             communication.met(begun_at, begun_at + elapsed_s)
         elif number in step.sent:
-            since = functools.partial(_seconds_between, last)
+            since = functools.partial(seconds_between, last)
             exposed_s = step.sent[number].add_to(communication, since, begun_at, elapsed_s)
             phases[COMMUNICATION_EXPOSED] = phases.get(COMMUNICATION_EXPOSED, 0.0) + exposed_s
             elapsed_s -= exposed_s
@@ -288,10 +305,6 @@ def _device_phases(step: _Pending) -> tuple[float, dict[str, float], StepCommuni
     return step_s, phases if step.divided else {}, communication if communication.buckets else None
 
 
-def _seconds_between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    return float(begin.elapsed_time(end)) * 1e-3
-
-
 def make_clock(device: torch.device, at_once: bool = True, in_step: bool = False) -> StepClock:
-    """The clock that suits the device; `at_once` is `HostClock`'s, `in_step` is `CudaClock`'s."""
+    """The clock that suits the device; `at_once` is for `HostClock`, `in_step` for `CudaClock`."""
     return CudaClock(device, in_step) if device.type == "cuda" else HostClock(at_once)

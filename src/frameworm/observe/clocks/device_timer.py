@@ -1,4 +1,4 @@
-"""Pairs of CUDA events that are read when they are long done, so that timing makes nobody wait."""
+"""Pairs of CUDA events that are read late, so that timing never makes the host wait."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from frameworm.errors import DeviceError
 
 
 class DeviceTimer:
-    """Marks moments in the current stream of a device, and tells the time between two marks later.
+    """Marks moments in a device's current stream, and later tells the time between two marks.
 
     Args:
-        device: A CUDA device, or anything else for a timer that is off.
+        device: A CUDA device; for any other device the timer is off.
 
     Raises:
-        DeviceError: A CUDA device was asked for that is not there.
+        DeviceError: The CUDA device does not exist.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,10 +27,10 @@ class DeviceTimer:
         self._free: list[torch.cuda.Event] = []
 
     def mark(self) -> torch.cuda.Event | None:
-        """This moment in the stream; None where the timer is off or a graph is being captured."""
+        """Mark this moment in the stream; None if the timer is off or a graph is being captured."""
         if not self.on or torch.cuda.is_current_stream_capturing():
             return None
-        try:  # asking first would be no safer: another thread may take the last one
+        try:  # checking first would not be safe: another thread may take the last one
             event = self._free.pop()
         except IndexError:
             event = torch.cuda.Event(enable_timing=True)
@@ -38,16 +38,16 @@ class DeviceTimer:
         return event
 
     def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
-        """Time between two marks the device has passed."""
+        """Seconds between two marks that the device has passed."""
         return float(first.elapsed_time(last)) * 1e-3
 
     def give_back(self, *events: torch.cuda.Event | None) -> None:
-        """Use these marks again; nobody may read them any more."""
+        """Reuse these marks, which must not be read any more."""
         self._free.extend(event for event in events if event is not None)
 
 
 class PendingStep:
-    """What is known of one step, or of times outside of any, until the device has passed its end."""
+    """Data of one step, or of times outside of steps, until the device has passed its end."""
 
     __slots__ = ("begin", "begin_s", "end", "end_s", "loss", "metrics", "number", "samples", "timed", "tokens")
 
@@ -65,7 +65,7 @@ class PendingStep:
 
 
 def choose_observed(device: torch.device | str) -> torch.device:
-    """The device meant: `auto` is the current GPU where there is one."""
+    """Resolve a device; `auto` is the current GPU if there is one, else the CPU."""
     if str(device) == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return torch.device(device)

@@ -13,7 +13,7 @@ REPLAY = "captured step"
 STEP = "step"
 EPOCH = "epoch"
 
-# A phase is named when it ends and a range when it begins, so the name of the next one has to be foreseen.
+# A mark names a phase when it ends, but a range needs its name when it begins, so the next phase must be predicted.
 _FOLLOWING = {
     DATA_WAIT: FORWARD,
     FORWARD: BACKWARD,
@@ -29,15 +29,16 @@ _FOLLOWING = {
 class PhaseRanges:
     """Turns the ends of phases into ranges.
 
-    A step that begins like the one before is taken to go on like it; else each phase is followed by its usual one. With
-    changing numbers of micro-batches a range can thus have the wrong name: in a step that departs from the one before.
+    A step that begins like the previous one is assumed to continue like it; otherwise each phase is followed by its
+    usual successor. If the number of micro-batches changes, a range can therefore have the wrong name in the first such
+    step.
 
     Args:
-        push: Opens a range of that name.
-        pop: Closes the innermost.
-        prefix: Stands before the name of each phase.
-        around: Name of a range around each step; None for no such range.
-        epoch: Name of a range around each epoch, its validation included; None for no such range.
+        push: Opens a range with a name.
+        pop: Closes the innermost range.
+        prefix: Prepended to the name of each phase.
+        around: Name of a range around each step; None: no such range.
+        epoch: Name of a range around each epoch, including its validation; None: no such range.
     """
 
     def __init__(
@@ -60,21 +61,21 @@ class PhaseRanges:
         self._open = False
 
     def begin_epoch(self) -> None:
-        """An epoch begins, and the one before is over."""
+        """Begin an epoch, ending the previous one."""
         self.end_epoch()
         if self._epoch is not None:
             self._in_epoch = True
             self._push(self._epoch)
 
     def end_epoch(self) -> None:
-        """Neither a step nor an epoch any more."""
+        """End the step and the epoch."""
         self.end()
         if self._in_epoch:
             self._in_epoch = False
             self._pop()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.end()
         self._now = []
         self._in_step = True
@@ -83,7 +84,7 @@ class PhaseRanges:
         self._enter(self._before[0] if self._before else OTHER)
 
     def mark(self, name: str) -> None:
-        """A phase is over, and another begins."""
+        """End a phase and begin the next."""
         if not self._in_step:
             return
         self.pause()
@@ -93,20 +94,20 @@ class PhaseRanges:
         self._enter(self._before[count] if as_before else self._usual(name))
 
     def end_step(self) -> None:
-        """The step is over."""
+        """End the step normally, and remember its phases."""
         if self._in_step:
             self._before = self._now
         self.end()
 
     def end(self) -> None:
-        """No step any more: marks have no meaning until the next begins."""
+        """End the step; marks are ignored until the next one begins."""
         self.pause()
         if self._in_step and self._around is not None:
             self._pop()
         self._in_step = False
 
     def pause(self) -> None:
-        """Close the range that is open, if one is: up to the next mark nobody knows a name."""
+        """Close the open range, if any; the name of the time up to the next mark is unknown."""
         if self._open:
             self._open = False
             self._pop()
@@ -124,13 +125,13 @@ class PhaseRanges:
 class LiveRanges:
     """Ranges around the phases and steps of a loop that does not say where its steps end.
 
-    A step's range ends where the next batch is fetched, or the model called, after an optimizer has stepped; so a
-    validation between two steps is in the range of the second.
+    After an optimizer step, the next fetched batch or model call ends the step's range; so a validation between two
+    steps belongs to the second.
 
     Args:
-        push: Opens a range of that name.
-        pop: Closes the innermost.
-        ready: Whether there is a device to name ranges for yet.
+        push: Opens a range with a name.
+        pop: Closes the innermost range.
+        ready: Returns whether there is a device to create ranges for yet.
     """
 
     def __init__(
@@ -139,12 +140,12 @@ class LiveRanges:
         self._push = push
         self._pop = pop
         self._ready = ready
-        self._named: list[bool] = []  # of each phase that is going on: whether it has a range
+        self._named: list[bool] = []  # for each phase in progress: whether it has a range
         self._in_step = False
         self._stepped = False
 
     def enter(self, phase: str) -> None:
-        """A phase begins."""
+        """Begin a phase."""
         ready = self._ready()
         if ready and not self._named:
             self._outermost(phase)
@@ -153,16 +154,16 @@ class LiveRanges:
             self._push(phase)
 
     def leave(self) -> None:
-        """The innermost phase is over."""
+        """End the innermost phase."""
         if self._named and self._named.pop():
             self._pop()
 
     def stepped(self) -> None:
-        """An optimizer has stepped."""
+        """Note that an optimizer has stepped."""
         self._stepped = True
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close all open ranges."""
         while self._named:
             self.leave()
         if self._in_step:
@@ -179,18 +180,18 @@ class LiveRanges:
 
 
 def nvtx_functions() -> tuple[Callable[[str], object], Callable[[], object]] | None:
-    """What opens and closes NVTX ranges; None without a CUDA device."""
+    """The functions that open and close NVTX ranges; None without a CUDA device."""
     if not torch.cuda.is_available():
         return None
     return torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
 
 
 def nsys_command(argv: Sequence[str], output: str = "frameworm-nsys") -> str:
-    """The line that runs a command under Nsight Systems, with its NVTX ranges.
+    """The command line that runs a command under Nsight Systems, with its NVTX ranges.
 
     Args:
         argv: The command and its arguments, for instance `["frameworm", "train", "--config", "F"]`.
-        output: Name of the report; `%q{RANK}` in it keeps the ranks of torchrun apart.
+        output: Name of the report; `%q{RANK}` in it gives each rank of torchrun its own.
     """
     options = ["--trace=cuda,nvtx,osrt,cudnn,cublas", "--cuda-memory-usage=true", "--sample=none", "--cpuctxsw=none"]
     return shlex.join(["nsys", "profile", *options, "--force-overwrite=true", f"--output={output}", *argv])

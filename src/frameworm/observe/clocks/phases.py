@@ -1,7 +1,7 @@
-"""Where the time of a step goes: the names of the phases, and the clock for training on CPU.
+"""Where the time of a step goes: the names of the phases, and the clock for training on a CPU.
 
-A clock is read at each border between two phases. What a step spent on communication that backward did not hide is cut
-out of backward. `device_clock` does the same on a GPU.
+A clock is read at each border between two phases. The exposed communication of a step is cut out of backward.
+`device_clock` does the same on a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HAND_OUT_EVERY_S = 0.02
 
 
 class Timed:
-    """What one step measured: `payload` as given, the scalars as floats, and the times."""
+    """Measurements of one step: `payload` as given, the scalars as floats, and the times."""
 
     __slots__ = ("communication", "ended_at", "payload", "phases", "step_s", "values")
 
@@ -45,62 +45,72 @@ class Timed:
         self.values = values
         self.step_s = step_s
         self.phases = phases
-        self.communication = communication  # None where nothing was sent, or nobody looked
-        self.ended_at = ended_at  # by the host's clock; None: not long ago
+        self.communication = communication  # None if nothing was sent or recorded
+        self.ended_at = ended_at  # on the host's clock; None: just now
 
     @property
     def training_s(self) -> float:
-        """What the step took beside validation and checkpoints."""
+        """The step's time without validation and checkpoints."""
         return self.step_s - self.phases.get(VALIDATION, 0.0) - self.phases.get(CHECKPOINT, 0.0)
 
 
 class StepClock(Protocol):
-    """Measures steps; `mark(name)` says that the time since the last mark belonged to that phase."""
+    """Measures steps; `mark(name)` attributes the time since the last mark to that phase."""
 
     max_steps_ahead: int
 
     @property
     def note(self) -> str | None:
-        """What the summary has to say about how phases were measured, if anything."""
+        """A remark for the summary on how phases were measured, if any."""
+
+    @property
+    def divides(self) -> bool:
+        """Whether the current step is divided into phases."""
 
     def divide(self) -> None:
-        """Divide the coming step into phases for certain."""
+        """Make sure that the coming step is divided into phases."""
 
     def record_buckets(self) -> BucketRecorder:
-        """From now on cut exposed communication out of backward; the recorder must be told of the buckets."""
+        """From now on cut exposed communication out of backward; the buckets must be reported to the recorder."""
 
     def start(self) -> None:
-        """Begin measuring now: what came before belongs to no step."""
+        """Start measuring now; the time before belongs to no step."""
 
     def mark(self, name: str) -> None:
         """Attribute the time since the last mark to a phase."""
 
     def copied(self, seconds: float) -> None:
-        """Say that so much of the time since the last mark went into copying the batch; a mark follows."""
+        """Say how much of the time since the last mark was spent on copying the batch; a mark follows."""
 
-    def split(self, shares: Mapping[str, float]) -> None:
-        """Attribute the time since the last mark to several phases, by their shares (they add up to 1)."""
+    def split(self, shares: Mapping[str, float], communication: StepCommunication | None = None) -> None:
+        """Attribute the time since the last mark to several phases, by their fractions, which add up to 1.
+
+        Args:
+            shares: The fraction of each phase.
+            communication: What was sent meanwhile, with times since that mark; None if not recorded.
+        """
 
     def end_step(self, payload: Any, scalars: tuple[torch.Tensor | None, ...]) -> list[Timed]:
-        """Close the step; returns the steps whose times and scalars (detached) are known by now, in order."""
+        """Close the step; returns the steps whose times and (detached) scalars are known by now, in order."""
 
     def drain(self) -> list[Timed]:
-        """Wait for everything outstanding and return it."""
+        """Wait for all outstanding steps and return them."""
 
     def abandon(self) -> list[Timed]:
-        """What is known without waiting, when the run has failed."""
+        """The steps that are known without waiting, when the run has failed."""
 
 
 class HostClock:
-    """Phases by the host's clock, for training on CPU.
+    """Phases measured with the host's clock, for training on a CPU.
 
     Args:
-        at_once: Hand each step out when it ends. Otherwise short steps are handed out several at a time, while the code
-            that takes them in is in the processor's caches; after every step it would cost a multiple.
+        at_once: Return each step when it ends. Otherwise short steps are returned several at a time, so that the code
+            that processes them stays in the processor's caches; after every step it would cost several times as much.
     """
 
     max_steps_ahead = 1
     note = None
+    divides = True
 
     def __init__(self, at_once: bool = True) -> None:
         self._at_once = at_once
@@ -111,11 +121,11 @@ class HostClock:
         self._begin = self._handed_out = perf_counter()
 
     def divide(self) -> None:
-        """Nothing: every step is divided."""
+        """Do nothing: every step is divided."""
 
     def record_buckets(self) -> BucketRecorder:
         self._recorder = BucketRecorder(perf_counter)
-        self._at_once = True  # the ranks tell each other of a step by its number, and so must know it at the same one
+        self._at_once = True  # ranks exchange steps by number, so all must know a step at the same time
         return self._recorder
 
     def start(self) -> None:
@@ -130,7 +140,7 @@ class HostClock:
         self._marks.append((name, now))
 
     def _mark_communication(self, recorder: BucketRecorder, name: str, now: float) -> None:
-        """Notice the ranks' meetings; what backward did not hide of its own becomes a stretch before it."""
+        """Record the ranks' collectives; the exposed part of backward is split off as a phase before it."""
         if name not in (COMMUNICATION_EXPOSED, BACKWARD):
             return
         backward = recorder.take() if name == BACKWARD else None
@@ -149,7 +159,9 @@ class HostClock:
         begin = self._marks[-1][1] if self._marks else self._begin
         self._marks.append((TRANSFER, min(begin + seconds, perf_counter())))
 
-    def split(self, shares: Mapping[str, float]) -> None:
+    def split(self, shares: Mapping[str, float], communication: StepCommunication | None = None) -> None:
+        if communication is not None:
+            self._communication = communication.begun_at(self._marks[-1][1] if self._marks else self._begin)
         self._marks.append((shares, perf_counter()))
 
     def end_step(self, payload: Any, scalars: tuple[torch.Tensor | None, ...]) -> list[Timed]:
@@ -172,10 +184,10 @@ class HostClock:
         return self.drain()
 
 
-_Mark = tuple[str | Mapping[str, float], float]  # a phase, or several by their shares, and when it ended
+_Mark = tuple[str | Mapping[str, float], float]  # a phase, or fractions of several, and when it ended
 # Payload, scalars, begin, marks, end and communication of a step.
 _Ended = tuple[Any, list[float | None], float, list[_Mark], float, StepCommunication | None]
-_NOTHING: list[Timed] = []  # made once; nobody changes it
+_NOTHING: list[Timed] = []  # shared, because nobody changes it
 
 
 def _timed(
@@ -186,7 +198,7 @@ def _timed(
     end: float,
     communication: StepCommunication | None,
 ) -> Timed:
-    """Add up the stretches of time between the marks of a step."""
+    """Add up the times between the marks of a step."""
     phases: dict[str, float] = {}
     last = begin
     for name, moment in marks:

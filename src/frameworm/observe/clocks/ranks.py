@@ -1,11 +1,12 @@
-"""Who waits for whom: the wait for the slowest rank, told apart from the transfer.
+"""Which rank waits for which: splits exposed communication into waiting for the slowest rank and transfer.
 
-Every now and then the ranks tell each other when they were ready in their last steps, in a small gather that nobody
-waits for. Step records are held back until then. A rank waited from its own end of computing until the last rank had
-brought its part; what is left of the exposed time is the transfer.
+From time to time the ranks exchange when they were ready in their last steps, in a small asynchronous gather. Step
+records are held back until then. A rank waited from the end of its own computation until the last rank had contributed
+its part; the rest of the exposed time is the transfer.
 
-The ranks' clocks are compared by meetings: no rank can leave one before every other has come to it. That bounds the
-difference between two clocks from both sides, at the start by a few empty meetings, later by those of the training.
+The ranks' clocks are compared at collectives ("meetings"): no rank can leave one before every other has entered it.
+That bounds the difference of two clocks from both sides, first by a few empty collectives, later by those of the
+training.
 """
 
 from __future__ import annotations
@@ -24,41 +25,41 @@ from frameworm.records.observations import Bucket
 from frameworm.records.schema import StepRecord
 
 ROUNDS = 10
-MEETINGS = 2  # most in a step: the counts that weigh gradients, and the gradients
-EXCHANGE_EVERY_S = 0.5  # far apart enough to cost nothing, close enough for a progress line
+MEETINGS = 2  # most per step: the exchange of sample counts, and that of the gradients
+EXCHANGE_EVERY_S = 0.5  # rare enough to cost nothing, frequent enough for a progress line
 MOST_STEPS = 64
-DEVICE_STEPS = 32  # on NCCL: more than the host can be ahead of the device, so that asking never waits
+DEVICE_STEPS = 32  # on NCCL: more than the host can be ahead of the device, so that a query never waits
 NOTICEABLE_SHARE = 0.01
 
-Row = list[float]  # ready and end of each meeting, then step_s; what is not known is nan
+Row = list[float]  # ready and end of each meeting, then step_s; nan if unknown
 
 
 class RankClocks:
-    """What each rank's clock shows beyond rank 0's at the same moment, in seconds."""
+    """How far each rank's clock is ahead of rank 0's, in seconds."""
 
     def __init__(self, world_size: int) -> None:
         self.offsets = [0.0] * world_size
         self.uncertainty_s = 0.0
 
     def compare(self, ready: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) -> None:
-        """Estimate from meetings: by rank, when it came to each and when it left."""
+        """Estimate offsets from when each rank entered and left each meeting."""
         self.uncertainty_s = 0.0
         for rank, (low, high) in enumerate(_bounds(ready, end)):
-            if low <= 0 <= high:  # ranks of one host read one clock
+            if low <= 0 <= high:  # ranks on one host share a clock
                 self.offsets[rank] = 0.0
             else:
                 self.offsets[rank] = (low + high) / 2
                 self.uncertainty_s = max(self.uncertainty_s, (high - low) / 2)
 
     def correct(self, ready: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) -> None:
-        """Follow clocks that drift: an offset that later meetings rule out moves to the nearest possible one."""
+        """Follow clock drift: an offset that later meetings rule out moves to the nearest possible one."""
         for rank, (low, high) in enumerate(_bounds(ready, end)):
             if low <= high:
                 self.offsets[rank] = min(max(self.offsets[rank], low), high)
 
 
 def _bounds(ready: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
-    """Least and most that each clock can be ahead of rank 0's."""
+    """Bounds on how far each clock can be ahead of rank 0's."""
     found = []
     for rank in range(len(ready)):
         low, high = -math.inf, math.inf
@@ -72,10 +73,10 @@ def _bounds(ready: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) ->
 
 
 class Stragglers:
-    """Which rank the others wait for.
+    """Finds the rank that the others wait for.
 
-    One is named when it came last in half of the steps and in clearly more than its turn, and the others lost a share
-    of the step by it that matters and that the clocks can tell.
+    A rank is named if it came last in half of the steps and clearly more often than by chance, and if the others lost a
+    noticeable fraction of the step to it that exceeds the uncertainty of the clocks.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -85,7 +86,7 @@ class Stragglers:
         self._step_s = 0.0
 
     def add(self, meetings: Sequence[Sequence[float]], step_s: float) -> None:
-        """Take one step in: for each meeting when each rank was ready, on one clock."""
+        """Add one step: for each meeting when each rank was ready, on one clock."""
         caused_s = [0.0] * len(self._last)
         for ready in meetings:
             latest = max(ready)
@@ -97,7 +98,7 @@ class Stragglers:
         self._step_s += step_s
 
     def slowest_rank(self, uncertainty_s: float = 0.0) -> int | None:
-        """The rank the others waited for, or None."""
+        """The rank that the others waited for, or None."""
         if not self._steps:
             return None
         worst = max(range(len(self._last)), key=self._caused_s.__getitem__)
@@ -109,9 +110,9 @@ class Stragglers:
 
 
 class _Gathering:
-    """Rows of all ranks on their way to each other.
+    """An asynchronous gather of rows from all ranks.
 
-    Over NCCL they travel through the device, in a stream of their own: neither host nor training waits.
+    Over NCCL they go through the device on a separate stream: neither host nor training waits.
     """
 
     def __init__(self, rows: list[Row], stream: torch.cuda.Stream | None) -> None:
@@ -136,7 +137,7 @@ class _Gathering:
         return bool(self._work.is_completed() if self._event is None else self._event.query())
 
     def rows(self) -> list[list[Row]]:
-        """By rank; waits if it must."""
+        """The rows by rank; waits if necessary."""
         if self._event is None:
             self._work.wait()
         else:
@@ -148,15 +149,16 @@ _Held = tuple[StepRecord, StepCommunication | None]
 
 
 class RankWatch:
-    """Holds this rank's step records back until the other ranks have told when they were ready.
+    """Holds this rank's step records back until the other ranks have reported when they were ready.
 
-    All calls but `add` and `abandon` may be collective: every rank must make them in the same order, at the same steps.
+    All methods but `add` and `abandon` may be collective: every rank must call them in the same order, at the same
+    steps.
 
     Args:
         rank: This rank.
-        world_size: How many there are.
+        world_size: Number of ranks.
         device: Where the training runs.
-        steps_behind: How many steps later at most a step is known on every rank.
+        steps_behind: After at most this many further steps, a step is known on every rank.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, steps_behind: int) -> None:
@@ -176,13 +178,13 @@ class RankWatch:
         self._cost_s = 0.0
 
     def start(self) -> None:
-        """Compare the ranks' clocks; collective."""
+        """Compare the ranks' clocks; a collective."""
         moments: list[tuple[float, float]] = []
         for _ in range(ROUNDS):
             begin = perf_counter()
             _Gathering([[0.0]], self._stream).rows()
             moments.append((begin, perf_counter()))
-        rounds = _Gathering([list(moment) for moment in moments[1:]], self._stream).rows()  # the first may set up
+        rounds = _Gathering([list(moment) for moment in moments[1:]], self._stream).rows()  # without the set-up round
         self._clocks.compare(
             [[row[0] for row in rows] for rows in rounds], [[row[1] for row in rows] for rows in rounds]
         )
@@ -195,7 +197,7 @@ class RankWatch:
         self._held.append((record, communication))
 
     def after_step(self, step: int) -> list[StepRecord]:
-        """Called after every step with its number; the records that are complete by now, in order."""
+        """Call after every step with its number; returns the records that are complete by now, in order."""
         if step < self._next_at:
             if self._gathering is not None and self._gathering.is_done():
                 return self._receive()
@@ -214,7 +216,7 @@ class RankWatch:
         return complete + self._receive()
 
     def abandon(self) -> list[StepRecord]:
-        """All records as they are, when the other ranks cannot be asked any more."""
+        """Return all records as they are, when the other ranks cannot be reached any more."""
         records = [record for record, _ in (*self._sent, *self._held)]
         self._sent, self._gathering = [], None
         self._held.clear()
@@ -222,7 +224,7 @@ class RankWatch:
 
     @property
     def slowest_rank(self) -> int | None:
-        """The rank the others waited for in this run, or None."""
+        """The rank that the others waited for in this run, or None."""
         return self._stragglers.slowest_rank(self._clocks.uncertainty_s)
 
     def buckets(self) -> list[Bucket]:
@@ -230,7 +232,7 @@ class RankWatch:
         return self._means.buckets()
 
     def _send(self, until: int | None) -> None:
-        """Tell the others of the steps up to a number, or of all."""
+        """Send the steps up to a number, or all of them, to the other ranks."""
         assert self._gathering is None
         while self._held and (until is None or self._held[0][0].step <= until):
             self._sent.append(self._held.popleft())
@@ -238,7 +240,7 @@ class RankWatch:
             self._gathering = _Gathering([_row(*item) for item in self._sent], self._stream)
 
     def _receive(self) -> list[StepRecord]:
-        """What the others told about the steps sent; waits if it must."""
+        """Complete the steps that were sent with the other ranks' rows; waits if necessary."""
         if self._gathering is None:
             return []
         rows = self._gathering.rows()
@@ -262,7 +264,7 @@ class RankWatch:
         return [record for record, _ in sent]
 
     def _judge(self, ready: list[list[float]], record: StepRecord, communication: StepCommunication) -> None:
-        """Write down how long one step waited, given when each rank was ready for each of its meetings."""
+        """Set how long one step waited, given when each rank was ready for each of its meetings."""
         offsets = self._clocks.offsets
         known = []
         wait_s = 0.0
@@ -275,7 +277,7 @@ class RankWatch:
             latest = max(moments) + own_offset
             wait_s += min(max(0.0, latest - meeting.idle_at), meeting.end_at - meeting.idle_at)
             if number == communication.sending:
-                # The last bucket of the slowest rank was that late; the ones before it were, by all we know.
+                # The slowest rank's last bucket was this late; assume that its earlier ones were too.
                 late_s = max(0.0, latest - meeting.ready_at)
                 for bucket in communication.buckets:
                     bucket.start_s = min(bucket.ready_s + late_s, bucket.end_s)

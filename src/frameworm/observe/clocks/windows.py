@@ -1,4 +1,4 @@
-"""A window of torch.profiler over a few steps of a run, and the clock that opens and closes it."""
+"""Windows of torch.profiler over a few steps of a run, and the clock that opens and closes them."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 
 from frameworm.config.schema import ObserveConfig
 from frameworm.errors import FramewormError
-from frameworm.observe.clocks.communication import BucketRecorder
+from frameworm.observe.clocks.communication import BucketRecorder, StepCommunication
 from frameworm.observe.clocks.nvtx import EPOCH, REPLAY, STEP, PhaseRanges, nvtx_functions
 from frameworm.observe.clocks.phases import StepClock, Timed
 from frameworm.observe.trace.host import TOP
 from frameworm.observe.trace.read import read_trace
 from frameworm.records.atomic import replacing, write_atomic
+from frameworm.torch_private.execution import profiler_enabled
 
 log = logging.getLogger("frameworm")
 
 _COMPRESSION = 3
 PREFIX = "frameworm:"
-TRACE_SUFFIX = ".pt.trace.json.gz"  # TensorBoard's profiler plugin finds files by this ending
+TRACE_SUFFIX = ".pt.trace.json.gz"  # TensorBoard's profiler plugin looks for this suffix
 
 
 class Schedule(NamedTuple):
-    """How many steps pass by, run with the profiler on but unrecorded, and are recorded; and how often all that."""
+    """How many steps to skip, to warm up the profiler and to record; and how often to repeat that."""
 
-    wait: int = 10  # compilation, capture, autotuning and the first allocations lie before
+    wait: int = 10  # skips compilation, capture, autotuning and the first allocations
     warmup: int = 2
     active: int = 5
     repeat: int = 1
 
     @property
     def steps(self) -> int:
-        """Of one window and the wait before it."""
+        """Steps of one window including the wait before it."""
         return self.wait + self.warmup + self.active
 
 
 def choose_schedule(total_steps: int | None, wanted: Schedule | None = None) -> Schedule | None:
-    """The wanted windows, as many as fit, or a shorter one in a short run; None if there are fewer than two steps."""
+    """As many of the wanted windows as fit; a shorter one in a short run; None for fewer than two steps."""
     wanted = wanted or Schedule()
     if total_steps is None:
         return wanted
@@ -59,17 +60,16 @@ def choose_schedule(total_steps: int | None, wanted: Schedule | None = None) -> 
 
 
 class TraceWindow:
-    """Records a few steps, once or several times, and leaves traces and their summaries in the run folder.
+    """Records a few steps, once or several times, and writes traces and their summaries to the run folder.
 
     The first is `trace-rank{r}.pt.trace.json.gz` with `trace-rank{r}-summary.json`, the next `trace-rank{r}.2.pt...`:
-    names by which TensorBoard's profiler plugin knows a trace. Whatever goes wrong with one, training goes on; `note`
-    says what came of them.
+    names that TensorBoard's profiler plugin recognises. If a window fails, training continues, and `note` says why.
 
     Args:
         device: Where the steps run.
         rank: This process.
         total_steps: Steps of the run, if known.
-        schedule: When to record; the usual window unless given.
+        schedule: When to record; default: the usual window.
         operators: Operators, kernels and ranges in each list of a summary.
     """
 
@@ -81,16 +81,16 @@ class TraceWindow:
         schedule: Schedule | None = None,
         operators: int = TOP,
     ) -> None:
-        self.folder: Path | None = None  # the run folder, once it is known
+        self.folder: Path | None = None  # the run folder, once known
         self._device = device
         self._rank = rank
         self._operators = operators
         self._schedule = choose_schedule(total_steps, schedule)
         self._profiler: profile | None = None
         self._steps = 0
-        self._began = 0  # steps before the wait for the current window
+        self._began = 0  # steps before the current window's wait
         self._windows = 0
-        self._recorded: list[str] = []  # steps of each window that was written
+        self._recorded: list[str] = []  # steps of each window written so far
         self._problems: list[str] = []
         self._over = self._schedule is None
         if self._over:
@@ -98,7 +98,7 @@ class TraceWindow:
 
     @property
     def note(self) -> str | None:
-        """What came of it so far; None before the first window has closed."""
+        """What has been recorded so far; None before the first window has closed."""
         texts = list(self._problems)
         if self._recorded:
             assert self._schedule is not None
@@ -112,29 +112,29 @@ class TraceWindow:
 
     @property
     def running(self) -> bool:
-        """The profiler is on, warming up or recording."""
+        """Whether the profiler is on, warming up or recording."""
         return self._profiler is not None
 
     @property
     def recording(self) -> bool:
-        """The current step is being recorded."""
+        """Whether the current step is being recorded."""
         return self._profiler is not None and self._profiler.current_action in (
             ProfilerAction.RECORD,
             ProfilerAction.RECORD_AND_SAVE,
         )
 
     def give_up(self, reason: str) -> None:
-        """Record nothing from now on."""
+        """Record nothing from now on, and note why."""
         self._over = True
         self._problems.append(f"no trace: {reason}")
 
     def begin(self) -> None:
-        """The first step of the run, or of an epoch, is about to begin."""
+        """Call before the first step of the run or of an epoch."""
         if self._schedule is not None and self._steps - self._began == self._schedule.wait:
             self._open()
 
     def after_step(self) -> bool:
-        """A step is over; True if the window took time between steps that belongs to none of them."""
+        """Call after a step; returns True if the window spent time between steps, which belongs to none of them."""
         if self._over:
             return False
         assert self._schedule is not None
@@ -155,7 +155,7 @@ class TraceWindow:
         return True
 
     def close(self) -> None:
-        """Stop recording and write down what there is; later calls do nothing."""
+        """Stop recording and write what there is; later calls do nothing."""
         if self._over:
             return
         if self._profiler is not None:
@@ -165,7 +165,7 @@ class TraceWindow:
         self._over = True
 
     def _write(self) -> None:
-        """End the window that is open."""
+        """End the open window."""
         assert self._schedule is not None
         profiler, self._profiler = self._profiler, None
         assert profiler is not None
@@ -180,14 +180,14 @@ class TraceWindow:
             self._recorded.append(f"{first} to {self._steps}")
         except (OSError, RuntimeError, FramewormError) as error:
             self._problems.append(f"the trace of rank {self._rank} was lost: {error}")
-            log.warning("%s; training goes on", self._problems[-1])
+            log.warning("%s; training continues", self._problems[-1])
 
     def _open(self) -> None:
         schedule = self._schedule
         assert schedule is not None
         if self._over or self._profiler is not None:
             return
-        if torch._C._autograd._profiler_enabled():  # starting a second one would silently end the first
+        if profiler_enabled():  # starting a second one would silently stop the first
             self.give_up("another torch.profiler is running")
             return
         activities = [ProfilerActivity.CPU]
@@ -195,11 +195,11 @@ class TraceWindow:
             activities.append(ProfilerActivity.CUDA)
 
         def action(step: int) -> ProfilerAction:
-            # Never RECORD_AND_SAVE: the window is closed by hand, so that a run may end within it.
+            # Never RECORD_AND_SAVE: the window is closed explicitly, so that a run may end within it.
             return ProfilerAction.WARMUP if step < schedule.warmup else ProfilerAction.RECORD
 
         try:
-            # acc_events: torch warns without it, though there is one cycle only.
+            # acc_events: without it torch warns, although there is only one cycle.
             self._profiler = profile(activities=activities, schedule=action, profile_memory=True, acc_events=True)
             self._profiler.start()
         except RuntimeError as error:
@@ -208,7 +208,7 @@ class TraceWindow:
             log.warning("%s", self.note)
 
     def _export(self, profiler: profile) -> None:
-        """Write the trace as a whole or not at all, and beside it what it says."""
+        """Write the trace atomically, and its summary next to it."""
         assert self.folder is not None, "write_to comes before the first step"
         name = f"trace-rank{self._rank}" + ("" if self._windows == 1 else f".{self._windows}")
         final = self.folder / f"{name}{TRACE_SUFFIX}"
@@ -230,7 +230,7 @@ class TraceWindow:
 
 
 class _RecordedRanges:
-    """record_function as a pair of functions."""
+    """`record_function` as a pair of push and pop functions."""
 
     def __init__(self) -> None:
         self._open: list[record_function] = []
@@ -244,7 +244,7 @@ class _RecordedRanges:
 
 
 class RangedClock:
-    """A step clock that also opens named ranges and steps the trace window. What it does not know, the clock does."""
+    """A step clock that also opens named ranges and advances the trace window; delegates the rest to the clock."""
 
     def __init__(self, clock: StepClock, window: TraceWindow | None, ranges: PhaseRanges | None) -> None:
         self._clock = clock
@@ -260,11 +260,15 @@ class RangedClock:
     def note(self) -> str | None:
         return self._clock.note
 
+    @property
+    def divides(self) -> bool:
+        return self._clock.divides
+
     def record_buckets(self) -> BucketRecorder:
         return self._clock.record_buckets()
 
     def start(self) -> None:
-        """An epoch begins."""
+        """Begin an epoch."""
         if self._window is not None:
             self._window.begin()
         self._clock.start()
@@ -276,8 +280,8 @@ class RangedClock:
         self._clock.mark(name)
         self._marked(name)
 
-    def split(self, shares: Mapping[str, float]) -> None:
-        self._clock.split(shares)
+    def split(self, shares: Mapping[str, float], communication: StepCommunication | None = None) -> None:
+        self._clock.split(shares, communication)
         self._marked(REPLAY)
 
     def end_step(self, payload: Any, scalars: tuple[torch.Tensor | None, ...]) -> list[Timed]:
@@ -291,7 +295,7 @@ class RangedClock:
         return timed
 
     def drain(self) -> list[Timed]:
-        # A checkpoint or the end of the epoch follows, which no step foresees.
+        # A checkpoint or the end of the epoch follows, which the predicted phases do not include.
         self._recorded.pause()
         if self._ranges is not None:
             self._ranges.pause()
@@ -301,7 +305,7 @@ class RangedClock:
         return self._clock.abandon()
 
     def close(self) -> None:
-        """The run is over."""
+        """End the run: close ranges and window."""
         self._recorded.end()
         if self._ranges is not None:
             self._ranges.end_epoch()
@@ -321,7 +325,7 @@ class RangedClock:
 
 
 class Windows:
-    """What `observe.trace` and `observe.nvtx` ask for in one run."""
+    """What `observe.trace` and `observe.nvtx` request for one run."""
 
     def __init__(self, config: ObserveConfig, device: torch.device, rank: int, total_steps: int | None) -> None:
         self._window = None
@@ -334,14 +338,14 @@ class Windows:
         self._missing = "no NVTX ranges: there is no CUDA device" if config.nvtx and functions is None else None
 
     def around(self, clock: StepClock) -> StepClock:
-        """The clock the loop should use: the given one where nothing was asked for."""
+        """The clock that the loop should use: the given one if nothing was requested."""
         if self._window is None and self._ranges is None:
             return clock
         self._clock = RangedClock(clock, self._window, self._ranges)
         return self._clock
 
     def write_to(self, folder: Path | None) -> None:
-        """Where traces go; without a folder none is recorded."""
+        """Set the folder for traces; without a folder none is recorded."""
         if self._window is None:
             return
         self._window.folder = folder
@@ -349,7 +353,7 @@ class Windows:
             self._window.give_up("the run has no folder to put it into")
 
     def close(self) -> list[str | None]:
-        """Close what is open, write down the trace, and return the notes of the run."""
+        """Close open ranges, write the trace, and return the notes of the run."""
         if self._clock is not None:
             self._clock.close()
         return [self._missing, None if self._window is None else self._window.note]

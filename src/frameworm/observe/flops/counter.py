@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from frameworm.observe.flops.formulas import Work, has_values, pairs_of, type_name, work_of
+from frameworm.torch_private.names import COMPILER
+from frameworm.torch_private.tensors import TorchDispatchMode, overload_packet, schema_of
 
 _SOFTMAX = frozenset({"aten::_softmax", "aten::_safe_softmax"})
 FORWARD, BACKWARD, NEITHER = "forward", "backward", "neither"
-# Libraries whose operations have a formula here, or no arithmetic worth counting.
+# Libraries whose operations have a formula here, or no significant arithmetic.
 _KNOWN = {
     "aten",
     "prim",
@@ -35,14 +36,14 @@ class FlopCount:
     """FLOPs of the steps that were counted.
 
     Attributes:
-        products: Everything but attention kernels; grows with the tokens that are computed, padding too.
-        attention: By pairs of tokens, at the shapes computed.
-        masked_attention: Likewise, where lengths or a mask have left padding out.
-        by_type: All of it by the type of the numbers that are multiplied.
-        shapes: FLOPs by batch, rows, inner width, columns and type of a matrix product.
-        scores: By batch, rows and columns of the scores that a softmax was given: pairs that count, and all.
-        uncounted: Operations of other libraries, for which there is no formula.
-        problem: A formula that failed; the count is then not to be used.
+        products: Everything but attention kernels; grows with the tokens computed, including padding.
+        attention: Attention, by pairs of tokens at the computed shapes.
+        masked_attention: Attention whose lengths or mask excluded padding.
+        by_type: Total by dtype of the multiplied numbers.
+        shapes: FLOPs by batch, rows, inner width, columns and dtype of a matrix product.
+        scores: By batch, rows and columns of softmax inputs: unmasked pairs, and all pairs.
+        uncounted: Operations of other libraries without a formula.
+        problem: The error of a formula that failed; the count must then not be used.
     """
 
     products: float = 0.0
@@ -56,16 +57,16 @@ class FlopCount:
 
     @property
     def total(self) -> float:
-        """All FLOPs, at the shapes computed."""
+        """All FLOPs, at the computed shapes."""
         return self.products + self.attention + self.masked_attention
 
     @property
     def main_type(self) -> str | None:
-        """The type in which most of it is computed."""
+        """The dtype of most of the FLOPs."""
         return max(self.by_type, key=lambda name: self.by_type[name]) if self.by_type else None
 
     def add(self, work: Work) -> None:
-        """Take one operation in."""
+        """Add one operation."""
         if not work.by_pairs:
             self.products += work.flops
         elif work.real:
@@ -77,7 +78,7 @@ class FlopCount:
             self.shapes[(*work.product, work.dtype)] += work.flops  # type: ignore[assignment]
 
     def merge(self, other: FlopCount) -> None:
-        """Add what another count found; both are settled."""
+        """Add another count; both must be settled."""
         self.products += other.products
         self.attention += other.attention
         self.masked_attention += other.masked_attention
@@ -87,7 +88,7 @@ class FlopCount:
         self.problem = self.problem or other.problem
 
     def settle(self) -> None:
-        """Take written-out attention, whose products have the shape of the scores between them, for attention."""
+        """Reclassify written-out attention: products whose shapes match the softmax scores between them."""
         for (batch, rows, inner, columns, _), flops in self.shapes.items():
             matrices = ((rows, columns), (rows, inner), (inner, columns))
             keys = [(batch, *sizes) for one in matrices for sizes in (one, one[::-1])]
@@ -102,20 +103,21 @@ class FlopCount:
 
 
 class FlopCounter(TorchDispatchMode):
-    """Looks at every operation that runs inside it, as torch's own FlopCounterMode does, and lets it run as it is.
+    """Counts every operation that runs inside it without changing it, like torch's own FlopCounterMode.
 
-    torch's counter takes operations apart to count them, counts causal attention in full, scores that attention
-    computes again in backward, grouped convolutions' gradients many times over, and recomputed activations. This one
-    counts what the model's arithmetic needs. Formulas that were given to torch's `register_flop_formula` are used too.
+    torch's counter decomposes operations to count them, and overcounts: causal attention in full, scores that attention
+    recomputes in backward, the gradients of grouped convolutions many times, and recomputed activations. This one
+    counts what the model's arithmetic needs. Formulas registered with torch's `register_flop_formula` are used too.
 
-    Set `phase` to `forward` or `backward` while these run: what backward runs with gradients enabled is recomputed.
+    Set `phase` to `forward` or `backward` while these run: operations of backward with gradients enabled are
+    recomputation and are not counted.
     """
 
     supports_higher_order_operators = True
 
     def __new__(cls) -> FlopCounter:
-        """One that the compiler does not look into, where the compiler is loaded; asking would load it."""
-        guarded = cls is FlopCounter and "torch._dynamo" in sys.modules
+        """Create a counter that the compiler skips, if the compiler is loaded; checking via torch would load it."""
+        guarded = cls is FlopCounter and COMPILER in sys.modules
         return object.__new__(_guarded() if guarded else cls)
 
     @classmethod
@@ -129,7 +131,7 @@ class FlopCounter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Without this the compiler would give up on every function it meets in here, for good."""
+        """Return True, or the compiler would permanently give up on every function that runs in here."""
         return True
 
     def __exit__(self, *error: Any) -> None:
@@ -142,12 +144,12 @@ class FlopCounter(TorchDispatchMode):
         if not recomputes and self.phase != NEITHER:
             try:
                 self._see(function, args, kwargs or {}, result)
-            except Exception as error:  # nothing that is counted is worth a training
+            except Exception as error:  # a failed count must not stop the training
                 self.count.problem = f"{function}: {type(error).__name__}: {error}"
         return result
 
     def _see(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        schema = getattr(function, "_schema", None)
+        schema = schema_of(function)
         if schema is None:
             name, arguments = str(function.name()), dict(zip(("query", "key", "value"), args))
         else:
@@ -162,7 +164,7 @@ class FlopCounter(TorchDispatchMode):
             self.count.add(work)
 
     def _see_scores(self, scores: torch.Tensor) -> None:
-        """Which pairs of an attention that is written out in products and a softmax count."""
+        """Count the unmasked pairs of an attention that is written out as products and a softmax."""
         if scores.dim() < 3 or not has_values(scores):
             return
         rows, columns = scores.shape[-2:]
@@ -171,10 +173,10 @@ class FlopCounter(TorchDispatchMode):
         self.count.scores[key] = pairs + pairs_of(scores), total + scores.numel()
 
     def _registered(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Work | None:
-        """By a formula that the user, or another library, has registered with torch."""
+        """Use a formula that the user or a library has registered with torch."""
         from torch.utils.flop_counter import flop_registry  # late: it loads triton
 
-        formula = flop_registry.get(getattr(function, "_overloadpacket", function))
+        formula = flop_registry.get(overload_packet(function))
         if formula is None:
             self.count.uncounted.add(name)
             return None
@@ -190,5 +192,5 @@ def _guarded() -> type[FlopCounter]:
 
 
 def _named(schema: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Arguments by name; what was left out keeps its default, which no formula needs."""
+    """Arguments by name; omitted ones keep their defaults, which no formula needs."""
     return {**{item.name: value for item, value in zip(schema.arguments, args)}, **kwargs}

@@ -1,9 +1,9 @@
 """The arithmetic of one operation, from its arguments.
 
-A multiplication and an addition are two FLOPs. Counted are matrix products, convolutions, recurrent layers and
-attention, forward and backward; element-wise work, norms, softmax and look-ups are not, as is usual for MFU. Attention
-counts the pairs of query and key that see each other, and its backward twice its forward: the scores that a kernel
-computes again are no work of the model's.
+A multiplication and an addition are two FLOPs. Matrix products, convolutions, recurrent layers and attention are
+counted, forward and backward; element-wise work, norms, softmax and look-ups are not, as is usual for MFU. Attention
+counts the pairs of query and key that see each other, and its backward twice its forward: scores that a kernel
+recomputes are not the model's work.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-_MASKED = -9999.0  # what is added to a score that does not count: -inf, the lowest number, or -10,000
+from frameworm.torch_private.tensors import FakeTensor, sparse_count
+
+_MASKED = -9999.0  # masked scores are below this: -inf, the lowest number, or -10,000 was added to them
 _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
@@ -26,9 +27,11 @@ class Work:
     """FLOPs of one operation.
 
     Attributes:
-        by_pairs: It is attention, which grows with the square of a sequence's length.
-        real: Padding is left out already, because the operation was given lengths or a mask.
-        product: Batch, rows, inner width and columns of the matrix product that it is.
+        flops: The FLOPs.
+        dtype: Type of the multiplied numbers.
+        by_pairs: Whether it is attention, which grows with the square of a sequence's length.
+        real: Whether padding is excluded already, because the operation was given lengths or a mask.
+        product: Batch, rows, inner width and columns, if it is a matrix product.
     """
 
     flops: float
@@ -39,12 +42,12 @@ class Work:
 
 
 def work_of(name: str, arguments: Mapping[str, Any], result: Any) -> Work | None:
-    """What an operation computes; None where it is nothing that counts.
+    """What an operation computes; None if it is not counted.
 
     Args:
-        name: With its namespace, such as `aten::mm`; without the overload.
-        arguments: By the names of the operation's schema.
-        result: What it returned.
+        name: The name with its namespace, such as `aten::mm`, without the overload.
+        arguments: Arguments by the names of the operation's schema.
+        result: The operation's result.
     """
     formula = _FORMULAS.get(name)
     if formula is not None:
@@ -55,7 +58,7 @@ def work_of(name: str, arguments: Mapping[str, Any], result: Any) -> Work | None
 
 
 def type_name(tensor: Tensor) -> str:
-    """The type of a tensor's numbers, as `hardware.devices` spells it."""
+    """A tensor's dtype as `hardware.devices` spells it."""
     return _TYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
 
 
@@ -64,15 +67,15 @@ def _named(arguments: Mapping[str, Any], *names: str) -> Any:
 
 
 def _product(left: str, right: str) -> Callable[[Mapping[str, Any], Any], Work]:
-    """`left @ right`: each number on the left meets a row of the right, also in batches and groups."""
+    """`left @ right`: each number on the left is multiplied with a row of the right, also in batches and groups."""
 
     def formula(arguments: Mapping[str, Any], result: Any) -> Work:
         one, other = arguments[left], arguments[right]
         columns = other.size(-1) if other.dim() > 1 else 1
         if one.layout != torch.strided:
-            return Work(2 * one._nnz() * columns, type_name(one))
+            return Work(2 * sparse_count(one) * columns, type_name(one))
         if other.layout != torch.strided:
-            return Work(2 * other._nnz() * one.numel() / max(one.size(-1), 1), type_name(one))
+            return Work(2 * sparse_count(other) * one.numel() / max(one.size(-1), 1), type_name(one))
         inner = one.size(-1)
         plain = one.dim() == other.dim() and one.dim() in (2, 3)
         batch = one.size(0) if one.dim() == 3 else 1
@@ -83,7 +86,7 @@ def _product(left: str, right: str) -> Callable[[Mapping[str, Any], Any], Work]:
 
 
 def _linear(inputs: str, *weights: str, times: int = 1) -> Callable[[Mapping[str, Any], Any], Work]:
-    """Every row of the inputs meets every number of the weights."""
+    """Every row of the inputs is multiplied with all weights."""
 
     def formula(arguments: Mapping[str, Any], result: Any) -> Work:
         one, sizes = arguments[inputs], [arguments[name] for name in weights]
@@ -96,19 +99,19 @@ def _linear(inputs: str, *weights: str, times: int = 1) -> Callable[[Mapping[str
 
 
 def _linear_cross_entropy(arguments: Mapping[str, Any], result: Any) -> Work:
-    """The head, and its gradients, which are made in forward."""
+    """The output layer and its gradients, which are computed in forward."""
     times = 1 + (2 - bool(arguments["frozen"])) * bool(arguments["with_gradients"])
     return _linear("hidden", "weight", times=times)(arguments, result)
 
 
 def _convolution(arguments: Mapping[str, Any], result: Any) -> Work:
-    """Each number of the output, of a transposed one the input, meets a filter."""
+    """Each number of the output (for a transposed convolution, of the input) is multiplied with a filter."""
     spread = arguments["input"] if arguments.get("transposed") else result
     return _filtered(spread, arguments, 1)
 
 
 def _convolution_backward(arguments: Mapping[str, Any], result: Any) -> Work:
-    """As much as forward for each gradient that is wanted."""
+    """As much as forward for each requested gradient."""
     spread = arguments["input"] if arguments["transposed"] else arguments["grad_output"]
     return _filtered(spread, arguments, sum(bool(wanted) for wanted in arguments["output_mask"][:2]))
 
@@ -123,7 +126,7 @@ def _filtered(spread: Tensor, arguments: Mapping[str, Any], times: int) -> Work:
 
 
 def _recurrent(*weights: str, times: int = 1) -> Callable[[Mapping[str, Any], Any], Work]:
-    """Every token meets every matrix of the layers once."""
+    """Every token is multiplied once with every matrix of the layers."""
 
     def formula(arguments: Mapping[str, Any], result: Any) -> Work:
         inputs = arguments["input"]
@@ -137,7 +140,7 @@ def _recurrent(*weights: str, times: int = 1) -> Callable[[Mapping[str, Any], An
 
 
 def _attention(name: str, arguments: Mapping[str, Any]) -> Work:
-    """Any kernel with queries, keys and values; torch's wrappers put heads before tokens, all others tokens first."""
+    """Any kernel with queries, keys and values; torch's wrappers have heads before tokens, others tokens first."""
     query, key, value = (_named(arguments, word, word[0]) for word in ("query", "key", "value"))
     heads_first = "scaled_dot_product" in name or "flex" in name
     heads, width = query.size(-3 if heads_first else -2), query.size(-1) + value.size(-1)
@@ -185,7 +188,7 @@ def _short_attention(times: int) -> Callable[[Mapping[str, Any], Any], Work]:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether there are values that may be read now: not in a tensor without any, nor while a graph is recorded."""
+    """Whether values can be read now: not for fake or meta tensors, nor while a graph is captured."""
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -194,7 +197,7 @@ def has_values(tensor: Tensor) -> bool:
 def _packed_pairs(
     borders: Tensor, tokens: int, longest: int, left: int | None, right: int | None
 ) -> tuple[float, bool]:
-    """Pairs of packed sequences, and whether their lengths were known; else they share the tokens evenly."""
+    """Pairs of packed sequences, and whether their lengths were known; if not, equal lengths are assumed."""
     if has_values(borders):
         return sum(_pairs(length, length, left, right) for length in borders.diff().tolist()), True
     sequences = max(borders.numel() - 1, 1)
@@ -204,7 +207,7 @@ def _packed_pairs(
 
 @functools.lru_cache(maxsize=4096)
 def _pairs(length: int, seen: int, left: int | None, right: int | None) -> float:
-    """Pairs of query and key; a query sees `left` keys before it and `right` after it, None or less than 0: all."""
+    """Pairs of query and key; a query sees `left` keys before it and `right` after it; None or negative: all."""
     if left is not None and left < 0:
         left = None
     if right is not None and right < 0:
@@ -220,7 +223,7 @@ def _pairs(length: int, seen: int, left: int | None, right: int | None) -> float
 
 
 def _masked_pairs(mask: Tensor, batch: int, heads: int, length: int, seen: int) -> float:
-    """Pairs that a mask lets through, over batch and heads; a token that does not see itself is padding."""
+    """Pairs that a mask allows, over batch and heads; a token that cannot see itself is padding."""
     mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape) if mask.dim() < 4 else mask
     wanted = (batch, heads, length, seen)
     copies = 1
@@ -232,11 +235,11 @@ def _masked_pairs(mask: Tensor, batch: int, heads: int, length: int, seen: int) 
 
 
 def pairs_of(scores: Tensor, length: int | None = None) -> float:
-    """Pairs that a mask, or masked scores, let through; a token that does not see itself is padding.
+    """Pairs that a mask, or masked scores, allow; a token that cannot see itself is padding.
 
     Args:
         scores: [..., queries, keys]; one row may stand for all queries.
-        length: Number of queries; None: as many as there are rows.
+        length: Number of queries; None: the number of rows.
     """
     allowed = scores if scores.dtype == torch.bool else scores > _MASKED
     rows, seen = allowed.shape[-2:]

@@ -1,4 +1,4 @@
-"""A table of all values, for a spreadsheet or pandas: one row for each point, one column for each name."""
+"""A table of all values, for a spreadsheet or pandas: one row per point, one column per name."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _STEP = "step"
 
 
 class CsvLogger:
-    """Writes `metrics.csv`; a resumed run drops the rows of steps that it takes again.
+    """Writes `metrics.csv`; a resumed run drops the rows of steps that it repeats.
 
     Args:
-        file: The table; None for `metrics.csv` in the run folder.
+        file: The table; None: `metrics.csv` in the run folder.
     """
 
     def __init__(self, file: str | None = None) -> None:
@@ -29,7 +29,7 @@ class CsvLogger:
         self._columns = [_STEP]
 
     def start(self, run: LoggedRun) -> str | None:
-        """Begin the table, or go on with that of a resumed run."""
+        """Start the table, or continue that of a resumed run."""
         self._path = self._file or (run.folder or Path()) / FILE_NAME
         self._path.parent.mkdir(parents=True, exist_ok=True)
         rows: Sequence[dict[str, str]] = []
@@ -39,7 +39,7 @@ class CsvLogger:
         return None
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add a row; a name that is new adds a column."""
+        """Add a row; a new name adds a column."""
         new = sorted(name for name in values if name not in self._columns)
         if new:
             columns, rows = self._read()
@@ -59,7 +59,7 @@ class CsvLogger:
             return list(table.fieldnames or [_STEP]), rows
 
     def _rewrite(self, rows: Sequence[dict[str, str]]) -> None:
-        """Write the table as a whole: after a crash it is the old one or the new one."""
+        """Write the whole table atomically, so that a crash leaves the old one or the new one."""
         text = io.StringIO()
         table = self._table(text)
         table.writeheader()
@@ -72,7 +72,7 @@ class CsvLogger:
 
 
 def _number(text: str | None) -> float:
-    """The step of a row; infinite for a row that was cut off."""
+    """The step of a row; infinite if the row was cut off."""
     try:
         return float(text or math.inf)
     except ValueError:

@@ -11,7 +11,7 @@ from typing import Any
 from frameworm.observe.loggers.points import flat
 from frameworm.observe.loggers.protocol import LoggedRun
 
-# What MLflow takes at once, and of one text.
+# MLflow's limits per request, and per text.
 _MOST_PARAMS = 100
 _MOST_METRICS = 1000
 _LONGEST_PARAM = 500
@@ -20,14 +20,14 @@ _STATUS = {"completed": "FINISHED", "interrupted": "KILLED", "preempted": "KILLE
 
 
 class MlflowLogger:
-    """Logs to MLflow through a client of its own, so that a run that the script has open is left alone.
+    """Logs to MLflow through its own client, so that a run that the script has open is not affected.
 
     Args:
-        uri: Tracking server (`http://...`) or database (`sqlite:///mlflow.db`); None for MLflow's own setting.
-        experiment: Name of the experiment; None for MLflow's own setting, else the name of the run in its config.
+        uri: Tracking server (`http://...`) or database (`sqlite:///mlflow.db`); None: MLflow's own setting.
+        experiment: Name of the experiment; None: MLflow's own setting, else the name of the run in its config.
 
     Raises:
-        ImportError: mlflow is not installed, in whole or as mlflow-skinny.
+        ImportError: Neither mlflow nor mlflow-skinny is installed.
     """
 
     def __init__(self, uri: str | None = None, experiment: str | None = None) -> None:
@@ -39,7 +39,7 @@ class MlflowLogger:
         self._id = ""
 
     def start(self, run: LoggedRun) -> str | None:
-        """Open the run with its config as parameters, or go on with it."""
+        """Open the run with its config as parameters, or continue it."""
         self._client = self._mlflow.MlflowClient(tracking_uri=self._uri)
         if run.id is not None and self._reopened(run.id):
             self._id = run.id
@@ -59,7 +59,7 @@ class MlflowLogger:
             self._client.log_batch(self._id, metrics=group)
 
     def finish(self, status: str, summary: Mapping[str, Any]) -> None:
-        """Log the numbers of the summary as metrics and its words as tags, and end the run."""
+        """Log the numbers of the summary as metrics and its texts as tags, and end the run."""
         numbers = {name: value for name, value in summary.items() if not isinstance(value, (str, bool))}
         self.log({f"summary/{name}": float(value) for name, value in numbers.items()}, int(summary.get("steps", 0)))
         words = ((name, str(value)[:_LONGEST_TAG]) for name, value in summary.items() if name not in numbers)
@@ -68,7 +68,7 @@ class MlflowLogger:
         self._client.set_terminated(self._id, _STATUS.get(status, "FAILED"))
 
     def _reopened(self, known: str) -> bool:
-        """Go on with a run; False if this server does not have it, or no longer."""
+        """Continue a run; False if this server does not have it."""
         try:
             self._client.update_run(known, status="RUNNING")
         except self._mlflow.MlflowException as error:
@@ -85,7 +85,7 @@ class MlflowLogger:
 
 
 def _allowed(name: str) -> str:
-    """A name as MLflow takes it: letters, digits and `_-. :/`."""
+    """A name as MLflow accepts it: letters, digits and `_-. :/`."""
     return "".join(letter if letter.isalnum() or letter in "_-. :/" else "_" for letter in name)
 
 

@@ -21,12 +21,12 @@ _MAKERS: dict[str, Callable[[ObserveConfig], Logger]] = {
     "trackio": lambda observe: TrackioLogger(**observe.trackio.model_dump()),
     "wandb": lambda observe: WandbLogger(**observe.wandb.model_dump()),
 }
-_PLACES = {"csv": "file", "tensorboard": "folder"}  # settings without which these write to the run folder
+_PLACES = {"csv": "file", "tensorboard": "folder"}  # without these settings, they write to the run folder
 _EXTRAS = {"tensorboard": "tensorboard"}
 
 
 def make_loggers(observe: ObserveConfig, given: Sequence[Logger] = (), *, has_folder: bool) -> list[NamedLogger]:
-    """Make the loggers of a run: those that its config names, and the caller's own; nothing is opened yet.
+    """Create the loggers of a run: those that its config names, and the caller's own. Nothing is opened yet.
 
     Args:
         observe: The section that names them.
@@ -34,8 +34,8 @@ def make_loggers(observe: ObserveConfig, given: Sequence[Logger] = (), *, has_fo
         has_folder: Whether there will be a run folder.
 
     Raises:
-        MissingPackageError: The package of one is not installed.
-        ConfigError: One writes to the run folder, and there is none.
+        MissingPackageError: The package of a logger is not installed.
+        ConfigError: A logger writes to the run folder, and there is none.
     """
     found = [NamedLogger(name, _make(name, "loggers", observe, has_folder)) for name in dict.fromkeys(observe.loggers)]
     if "tensorboard" in observe.sinks and "tensorboard" not in observe.loggers and has_folder:

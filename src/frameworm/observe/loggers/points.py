@@ -1,4 +1,4 @@
-"""From records to named values: what a logger gets of a few steps, an epoch, a whole run."""
+"""Turn records into named values: what a logger gets for a few steps, an epoch, a whole run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from frameworm.records.schema import EpochRecord, RunRecord, StepRecord
 from frameworm.report.run.progress import Mfu
 
-_GROUP_STEPS = 64  # as many steps are summed up at a time: one by one, the code would be out of the caches each time
+_GROUP_STEPS = 64  # steps aggregated at a time; one by one, the code would have left the caches each time
 
 
 class Point(NamedTuple):
@@ -22,13 +22,13 @@ class Point(NamedTuple):
 
 
 class StepPoints:
-    """Sums up the steps between two points of a curve.
+    """Aggregates the steps between two points of a curve.
 
     Args:
-        interval_s: Seconds of training between two points; 0 makes one of every step.
-        world_size: Ranks that do what this one does.
-        mfu: Tells the MFU of steps of this rank.
-        memory: Peak memory of this process in bytes, asked once for each point.
+        interval_s: Seconds of training between two points; 0: a point for every step.
+        world_size: Number of ranks, assumed to do the same work as this one.
+        mfu: Computes the MFU of this rank's steps.
+        memory: Returns the peak memory of this process in bytes; called once per point.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StepPoints:
         self._clear()
 
     def add(self, step: StepRecord) -> Point | None:
-        """Take a step in; returns the point that it completes, if it does."""
+        """Add a step; returns the point that it completes, if any."""
         self._waiting.append(step)
         if step.time < self._due:
             if len(self._waiting) >= _GROUP_STEPS:
@@ -57,7 +57,7 @@ class StepPoints:
         return self.rest()
 
     def rest(self) -> Point | None:
-        """A point of the steps since the last one; None if there were none."""
+        """A point for the steps since the last one; None if there were none."""
         self._sum_up()
         if not self._steps:
             return None
@@ -119,7 +119,7 @@ class _Mean:
 
 
 def epoch_values(epoch: EpochRecord) -> dict[str, float]:
-    """Everything an epoch's record has that is a number, as `epoch/NAME`; mappings such as metrics one by one."""
+    """All numbers of an epoch's record as `epoch/NAME`; mappings such as metrics are expanded."""
     found: dict[str, Any] = {"epoch": epoch.epoch}
     for field in dataclasses.fields(epoch):
         value = getattr(epoch, field.name)
@@ -133,7 +133,7 @@ def epoch_values(epoch: EpochRecord) -> dict[str, float]:
 def summary_values(record: RunRecord) -> dict[str, float | int | bool | str]:
     """The record of a run as one flat mapping, with names such as `throughput.samples_per_s`.
 
-    Lists are left out, and what was sampled of the machine, which trackers sample themselves.
+    Lists are omitted, and so are samples of the machine, which trackers take themselves.
     """
     data = {name: value for name, value in record.to_dict().items() if name != "system"}
     plain = ((name, str(value) if isinstance(value, str) else value) for name, value in flat(data))
@@ -150,7 +150,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, float]:
-    """Those that are finite numbers, as floats: trackers differ in what they make of others."""
+    """The finite numbers among values, as floats: trackers differ in how they handle others."""
     return {
         name: float(value)
         for name, value in values.items()

@@ -1,4 +1,4 @@
-"""Hands a run's values to its loggers without ever waiting for one of them."""
+"""Passes a run's values to its loggers without ever waiting for one of them."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ IDS_NAME = "loggers.json"
 MOST_PENDING = 1000
 HUNG_S = 120.0  # W&B itself gives up on its server after 90 seconds
 _MOST_ID_BYTES = 2**16
-_ID = re.compile(r"[A-Za-z0-9._-]{1,200}")  # ids become parts of paths and addresses
+_ID = re.compile(r"[A-Za-z0-9._-]{1,200}")  # ids become parts of paths and URLs
 
 
 class NamedLogger(NamedTuple):
-    """A logger and the name that messages and `loggers.json` know it by."""
+    """A logger and its name in messages and `loggers.json`."""
 
     name: str
     logger: Logger
 
 
 class RunLoggers(Listener):
-    """Listens to a run and passes it on to loggers, each called from a thread of its own.
+    """Listens to a run and passes it on to loggers, each called in its own thread.
 
-    Nothing a logger does reaches training: a call that raises, or has not returned for two minutes, costs one line of
-    log, and the logger is left out from there on. A logger that is slow loses points of steps, never epochs.
+    A logger cannot affect training: if a call raises, or has not returned after two minutes, a line is logged and the
+    logger is not called any more. A slow logger loses points of steps, never epochs.
 
     Args:
-        loggers: Who is told.
-        points: Makes points of steps.
-        describe: Makes the run's description from the id that a logger had for it.
-        ids: Keeps the ids of the loggers' runs for a resume; None keeps none.
+        loggers: The loggers.
+        points: Turns steps into points.
+        describe: Describes the run, given the id that a logger had for it.
+        ids: Stores the ids of the loggers' runs for a resume; None: they are not stored.
     """
 
     must_not_break_training: ClassVar[bool] = True
@@ -68,7 +68,7 @@ class RunLoggers(Listener):
 
     @property
     def notes(self) -> list[str]:
-        """One sentence for each logger that did not get everything so far."""
+        """One sentence for each logger that has not received everything."""
         return [note for channel in self._channels for note in channel.notes]
 
     def on_run_start(self, record: RunRecord) -> None:
@@ -82,18 +82,18 @@ class RunLoggers(Listener):
             channel.put(functools.partial(self._start, channel, run))
 
     def on_step(self, step: StepRecord) -> None:
-        """Take the step in; now and then it completes a point."""
+        """Add the step; if it completes a point, log that."""
         point = self._points.add(step)
         if point is not None:
             self._log(point)
 
     def on_epoch(self, epoch: EpochRecord) -> None:
-        """Pass on the epoch's values, at the step that ended it."""
+        """Log the epoch's values, at the step that ended it."""
         self._log(self._points.rest())
         self._log(Point(self._step, epoch_values(epoch)), of_epoch=True)
 
     def on_run_end(self, record: RunRecord) -> None:
-        """Pass on the summary, and wait for the loggers until their deadline, all at the same time."""
+        """Log the summary, and wait for all loggers until one common deadline."""
         self._log(self._points.rest())
         summary = summary_values(record)
         for channel in self._channels:
@@ -114,7 +114,7 @@ class RunLoggers(Listener):
             return
         self._step = point.step
         for channel in self._channels:
-            # The last step that was seen may have ended an epoch that was not.
+            # The last step that was logged may have ended an epoch that was not.
             if point.step > channel.seen_step or (of_epoch and point.step == channel.seen_step):
                 channel.put(functools.partial(channel.logger.log, point.values, point.step), may_lose=not of_epoch)
 
@@ -123,7 +123,7 @@ class Channel:
     """A thread that makes the calls of one logger, in order.
 
     Attributes:
-        seen_step: The last step that the logger was told of before the run was resumed.
+        seen_step: The last step that the logger got before the run was resumed.
     """
 
     def __init__(self, name: str, logger: Logger, most_pending: int = MOST_PENDING, hung_s: float = HUNG_S) -> None:
@@ -140,7 +140,7 @@ class Channel:
 
     @property
     def notes(self) -> list[str]:
-        """What this logger did not get, in words."""
+        """What this logger did not receive, as sentences."""
         notes = [] if self._problem is None else [f"logger {self.name} was left out: {self._problem}"]
         if self._lost:
             notes.append(f"logger {self.name} was too slow for {self._lost} of its points; raise log_interval_s")
@@ -151,7 +151,7 @@ class Channel:
         self._thread.start()
 
     def put(self, call: Callable[[], object], *, may_lose: bool = False) -> None:
-        """Queue a call; nothing is queued for a logger that was left out, and nothing optional on a full queue."""
+        """Queue a call, unless the logger was dropped, or the call is optional and the queue is full."""
         if self._problem is not None:
             return
         since = self._busy_since
@@ -163,28 +163,28 @@ class Channel:
             self._calls.put(call)
 
     def end(self) -> None:
-        """Let the thread end once it has made all calls."""
+        """Let the thread end after the calls queued so far."""
         self._calls.put(None)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the thread's end; True if it has ended, or was given up on before."""
+        """Wait for the thread to end; True if it has ended or the logger was dropped before."""
         if self._problem is None and self._thread.ident is not None:
             self._thread.join(max(0.0, timeout_s))
         return self._problem is not None or not self._thread.is_alive()
 
     def leave_out(self, problem: str) -> None:
-        """Make no further calls, and say so once."""
+        """Drop the logger, and log why once."""
         if self._problem is None:
             self._problem = problem
-            self.end()  # should its call ever return
-            log.warning("logger %s is left out, and training goes on without it: %s", self.name, problem)
+            self.end()  # in case its call returns after all
+            log.warning("logger %s is left out, and training continues without it: %s", self.name, problem)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None and self._problem is None:
             self._busy_since = monotonic()
             try:
                 call()
-            except BaseException as error:  # a logger may even try to exit
+            except BaseException as error:  # a logger may even call sys.exit
                 text = " ".join(str(error).split())
                 self.leave_out(f"{type(error).__name__}: {text}" if text else type(error).__name__)
             finally:
@@ -204,16 +204,16 @@ class RunIds:
                 self._ids = {name: value for name, value in found.items() if _is_id(value)}
 
     def get(self, name: str) -> str | None:
-        """The id that a logger gave this run before."""
+        """The id that a logger had for this run before."""
         return self._ids.get(name)
 
     def put(self, name: str, value: str) -> None:
-        """Keep an id; called from the loggers' threads."""
+        """Store an id; called from the loggers' threads."""
         with self._lock:
             if self._ids.get(name) == value or not _is_id(value):
                 return
             self._ids[name] = value
-            with contextlib.suppress(RunFolderError):  # a resumed run would begin another one there
+            with contextlib.suppress(RunFolderError):  # a resumed run would then start a new run in that tracker
                 write_atomic(self._path, json.dumps(self._ids, indent=2) + "\n")
 
 

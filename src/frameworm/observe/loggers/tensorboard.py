@@ -18,7 +18,7 @@ class TensorBoardLogger:
     """Writes event files; show them with `tensorboard --logdir FOLDER`.
 
     Args:
-        folder: Where they go; None for `tensorboard` in the run folder.
+        folder: Where to write them; None: `tensorboard` in the run folder.
 
     Raises:
         ImportError: tensorboard is not installed.
@@ -31,8 +31,8 @@ class TensorBoardLogger:
         self._step = 0
 
     def start(self, run: LoggedRun) -> str | None:
-        """Begin a new file; TensorBoard hides what earlier files of the run say of the steps that it takes again."""
-        # A folder of the user's own is shared by many runs, and each is a line of its own there.
+        """Start a new file; TensorBoard hides values in earlier files of the run for the steps that are repeated."""
+        # A folder of the user's own is shared by many runs, each in a subfolder.
         folder = (run.folder or Path()) / FOLDER_NAME if self._folder is None else self._folder / run.name
         self._step = run.step
         self._writer = self._make_writer(str(folder), purge_step=run.step + 1)
@@ -53,5 +53,5 @@ class TensorBoardLogger:
 
 
 def _as_code(text: str) -> str:
-    """A text that TensorBoard shows as it stands: it draws Markdown, in which four spaces make a code block."""
+    """Indent a text by four spaces, which TensorBoard's Markdown shows verbatim."""
     return "".join(f"    {line}\n" for line in text.splitlines())

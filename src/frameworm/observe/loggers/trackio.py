@@ -12,11 +12,11 @@ from frameworm.observe.loggers.protocol import LoggedRun
 
 
 class TrackioLogger:
-    """Logs to trackio; `trackio show` opens the page. Its database lies where trackio's `TRACKIO_DIR` says.
+    """Logs to trackio; `trackio show` opens the page. `TRACKIO_DIR` says where trackio keeps its database.
 
     Args:
-        project: Project; None for the name of the run in its config.
-        space: Space to log to, `user/name`; None keeps everything on this machine.
+        project: Project; None: the name of the run in its config.
+        space: Hugging Face Space to log to, `user/name`; None: keep everything on this machine.
 
     Raises:
         ImportError: trackio is not installed.
@@ -29,9 +29,9 @@ class TrackioLogger:
         self._run: Any = None
 
     def start(self, run: LoggedRun) -> str | None:
-        """Open the run, or go on with the one of the same name."""
+        """Open the run, or continue the one of the same name."""
         project = self._project or str(run.config.get("name", run.name))
-        with contextlib.redirect_stdout(sys.stderr):  # what it prints is no result of the command
+        with contextlib.redirect_stdout(sys.stderr):  # trackio's output is not part of the command's result
             self._run = self._trackio.init(
                 project=project,
                 name=run.id or run.name,

@@ -20,10 +20,10 @@ class WandbLogger:
     """Logs to W&B. A run that the script has opened with `wandb.init` is used, and left open at the end.
 
     Args:
-        project: Project; None for what W&B's own settings say.
-        entity: User or team; None for the default one.
-        folder: Where W&B keeps its files, in a folder `wandb`; None for the run folder.
-        offline: Write files only; `wandb sync FOLDER` sends them later.
+        project: Project; None: W&B's own settings.
+        entity: User or team; None: the default one.
+        folder: W&B keeps its files in a subfolder `wandb` of this; None: the run folder.
+        offline: Only write files; `wandb sync FOLDER` sends them later.
 
     Raises:
         ImportError: wandb is not installed.
@@ -37,11 +37,11 @@ class WandbLogger:
         self._folder = folder
         self._offline = offline
         self._run: Any = None
-        self._theirs = False  # the script's own run, whose steps are not ours
+        self._theirs = False  # whether it is the script's own run, with its own step numbers
         self._first_step = 0
 
     def start(self, run: LoggedRun) -> str | None:
-        """Open the run, or go on with it under the same id."""
+        """Open the run, or continue it under the same id."""
         wandb = self._wandb
         self._theirs = wandb.run is not None
         if self._theirs:
@@ -57,7 +57,7 @@ class WandbLogger:
         arguments = {**self._given, "name": run.name, "dir": folder, "settings": settings, "config": dict(run.config)}
         known = run.id or uuid.uuid4().hex[:12]
         mode = "offline" if self._offline else wandb.setup().settings.mode or "online"
-        if mode == "online":  # else nobody can be asked for a run to resume, and the id joins the parts in `wandb sync`
+        if mode == "online":  # offline there is no run to resume, and `wandb sync` joins the parts by id
             self._check_login()
             arguments["resume"] = "allow"
         self._run = wandb.init(id=known, mode=mode, **arguments)
@@ -67,7 +67,7 @@ class WandbLogger:
         return known
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log the values at their step; W&B refuses steps that it was sent before the run was resumed."""
+        """Log the values at their step; W&B rejects steps that it received before the run was resumed."""
         if self._theirs:
             self._run.log({**values, _OWN_STEP: step})
         elif step >= self._first_step:
@@ -83,7 +83,7 @@ class WandbLogger:
         self._run.finish(exit_code=0 if status == "completed" else 1)
 
     def _check_login(self) -> None:
-        """Refuse to log in by a prompt: nobody expects one from a thread, while the progress line is drawn."""
+        """Raise instead of prompting for a login, since nobody expects a prompt from a thread during training."""
         login = self._wandb.login
         if "prompt" in inspect.signature(login).parameters and not login(prompt=False):
             raise EnvironmentSetupError("not logged in; run `wandb login`, or set observe.wandb.offline: true")

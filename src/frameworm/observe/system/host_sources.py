@@ -1,4 +1,4 @@
-"""What the operating system tells of this process, its children and the machine."""
+"""Metrics of this process, its children and the machine from the operating system."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ import psutil
 
 from frameworm.hardware.host import memory_limit_bytes, memory_used_bytes
 
-# Looking for children reads an entry of every process of the machine; they come and go rarely.
+# Looking for children reads an entry of every process on the machine, and children rarely change.
 LOOK_FOR_CHILDREN_EVERY = 5
 LOOPBACK = "lo"
 
 
 @dataclass(slots=True)
 class FamilyState:
-    """This process and its children since the look before."""
+    """This process and its children at one sample."""
 
-    rss_bytes: int | None = None  # pages that several of them share count for each
+    rss_bytes: int | None = None  # pages shared by several processes count for each
     threads: int | None = None
-    cpu_s: float | None = None  # since the family was first looked at
+    cpu_s: float | None = None  # since the first sample
     disk_read_bytes: int | None = None
     disk_write_bytes: int | None = None
 
 
 class _Counters(NamedTuple):
-    """What one process has used up to now; its number alone may be given out again."""
+    """Resources that one process has used so far; identified also by start time, because pids are reused."""
 
     identity: tuple[int, float]
     cpu_s: float
-    ended_s: float  # of its children that have ended, and it knows of it
+    ended_s: float  # of its children that have ended and that it has waited for
     read_bytes: int | None
     write_bytes: int | None
 
 
 class Family:
-    """This process and its children: memory, threads, time on cores and bytes from and to disks.
+    """This process and its children: memory, threads, CPU time, and bytes read and written.
 
-    What a child used up stays counted after it has ended, also where it came and went between two looks; bytes are
-    those from when it was first seen.
+    A child's CPU time stays counted after it has ended, even if it started and ended between two samples; its bytes
+    count from when it was first seen.
     """
 
     def __init__(self) -> None:
@@ -51,15 +51,15 @@ class Family:
             self._self = psutil.Process()
         self._children: list[Any] = []
         self._looks = 0
-        self._ended_s = 0.0  # used up by children that have ended since the look before
+        self._ended_s = 0.0  # CPU time of children that have ended since the last sample
         self._before: dict[tuple[int, float], _Counters] = {}
         self._cpu_s = 0.0
-        self._seen_to_end_s = 0.0  # counted of children that have ended, which their parents will count once more
+        self._seen_to_end_s = 0.0  # already counted for ended children, and reported once more by their parents
         self._read_bytes: int | None = None
         self._write_bytes: int | None = None
 
     def read(self) -> FamilyState:
-        """Look once."""
+        """Take one sample."""
         if self._self is None:
             return FamilyState()
         if self._looks % LOOK_FOR_CHILDREN_EVERY == 0:
@@ -77,7 +77,7 @@ class Family:
             if process is not self._self:
                 alive.append(process)
             seen[found.identity] = found
-            first = found if self._looks == 1 else found._replace(cpu_s=0.0, ended_s=0.0)  # it is new
+            first = found if self._looks == 1 else found._replace(cpu_s=0.0, ended_s=0.0)  # a new process
             self._add(found, self._before.get(found.identity, first))
         gone = [item for identity, item in self._before.items() if identity not in seen]
         self._seen_to_end_s += sum(item.cpu_s + item.ended_s for item in gone)
@@ -100,7 +100,7 @@ class Family:
 
 
 def _look(process: Any, state: FamilyState) -> _Counters | None:
-    """Add one process to the state; None if it is gone or nothing may be known of it."""
+    """Add one process to the state; None if it is gone or cannot be read."""
     try:
         with process.oneshot():
             identity = (int(process.pid), float(process.create_time()))
@@ -112,7 +112,7 @@ def _look(process: Any, state: FamilyState) -> _Counters | None:
     state.rss_bytes = (state.rss_bytes or 0) + rss_bytes
     state.threads = (state.threads or 0) + threads
     read_bytes = write_bytes = None
-    with contextlib.suppress(Exception):  # not on every system, and a container may forbid it
+    with contextlib.suppress(Exception):  # not available on every system or in every container
         counters = process.io_counters()
         read_bytes, write_bytes = int(counters.read_bytes), int(counters.write_bytes)
     ended_s = times.children_user + times.children_system
@@ -120,18 +120,18 @@ def _look(process: Any, state: FamilyState) -> _Counters | None:
 
 
 @dataclass(slots=True)
-class MachineState:
-    """The machine since the look before."""
+class HostState:
+    """The machine since the last sample."""
 
-    cores: list[float] = field(default_factory=list)  # share busy, 0 to 1
+    cores: list[float] = field(default_factory=list)  # busy fraction, 0 to 1
     io_wait: float | None = None
-    memory: float | None = None  # share in use
-    network_sent_bytes: int | None = None  # since the machine was first looked at
+    memory: float | None = None  # fraction in use
+    network_sent_bytes: int | None = None  # since the first sample
     network_received_bytes: int | None = None
 
 
-class Machine:
-    """The cores this process may use, and the network interfaces; loopback traffic is none."""
+class HostSampler:
+    """The cores this process may use, and the network interfaces, without loopback traffic."""
 
     def __init__(self) -> None:
         self._usable: set[int] | None = None
@@ -140,9 +140,9 @@ class Machine:
         self._times: list[Any] | None = None
         self._network: tuple[int, int] | None = None
 
-    def read(self) -> MachineState:
-        """Look once."""
-        state = MachineState()
+    def read(self) -> HostState:
+        """Take one sample."""
+        state = HostState()
         times = _answer(lambda: psutil.cpu_times(percpu=True))
         if times is not None and self._usable is not None:
             times = [time for core, time in enumerate(times) if core in self._usable]
@@ -162,7 +162,7 @@ class Machine:
 
 
 def _memory_in_use() -> float:
-    """Share of the memory that this machine, or this process's cgroup, has."""
+    """Used fraction of the memory of this machine, or of this process's cgroup."""
     limit_bytes = memory_limit_bytes()
     if limit_bytes is None:
         return float(psutil.virtual_memory().percent) / 100
@@ -170,7 +170,7 @@ def _memory_in_use() -> float:
 
 
 def _core_shares(before: list[Any], now: list[Any]) -> tuple[list[float], float | None]:
-    """Share of each core's time that was work, and of all cores' time that was waiting for disks."""
+    """The busy fraction of each core, and the fraction of all cores' time spent waiting for disks."""
     cores: list[float] = []
     total_s = wait_s = 0.0
     knows_wait = hasattr(now[0], "iowait")
@@ -187,12 +187,12 @@ def _core_shares(before: list[Any], now: list[Any]) -> tuple[list[float], float 
 
 
 def _whole(times: Any) -> float:
-    """All time of a core; the guests' is contained in the users'."""
+    """Total time of a core; guest time is contained in user time."""
     return float(sum(times)) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
 
 
 def _answer(question: Callable[[], Any]) -> Any:
-    """What a source says, or None where there is none."""
+    """The result of a query, or None if it fails."""
     try:
         return question()
     except Exception:

@@ -1,4 +1,4 @@
-"""A thread that looks at the machine now and then, and at no more cost than half a percent of one core."""
+"""A thread that samples the machine at intervals, at a cost of at most half a percent of one core."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ import torch
 
 from frameworm.hardware.core_wait import CoreWait
 from frameworm.hardware.nvml import GpuState, open_gpu
-from frameworm.observe.system.host_sources import Family, FamilyState, Machine, MachineState
+from frameworm.observe.system.host_sources import Family, FamilyState, HostSampler, HostState
 from frameworm.records.observations import SystemSample, SystemSummary
 from frameworm.records.samples import sample_line
-from frameworm.records.system_figures import SystemFigures
+from frameworm.records.system_metrics import SystemMetrics
 from frameworm.records.writer import JsonLinesWriter
 
-# After each look the sampler rests until the look is no more than this share of the time since it began.
+# After each sample the thread rests until the sample's cost is at most this fraction of the time since it began.
 MOST_COST_SHARE = 0.005
-# Short runs should be seen too: the first looks come sooner.
+# The first samples come sooner, so that short runs are covered too.
 FIRST_INTERVAL_SHARE = 0.2
 EARLY_SAMPLES = 10
-# A rate over less time than this says more about the clock ticks than about the machine.
+# Rates over shorter times are dominated by the resolution of the clocks.
 SHORTEST_INTERVAL_S = 0.05
-# Rates need two.
+# A rate needs two samples.
 FEWEST_LOOKS = 2
-# Looks that are kept during one step; of longer ones the first are left out.
+# Samples kept during one step; if there are more, the oldest are dropped.
 MOST_PENDING = 10_000
 
 
 class SystemSampler:
-    """Looks at the GPU, this process and the machine from a thread of its own.
+    """Samples the GPU, this process and the machine in its own thread.
 
-    Nothing here reaches into training: no call waits for the device, and whatever fails or is absent is None in the
-    samples. Each rank looks at its own process and GPU; cores and network belong to all of a machine's ranks and are
-    looked at by one of them.
+    It cannot affect training: no call waits for the device, and anything that fails or is missing is None in the
+    samples. Each rank samples its own process and GPU; cores and network are shared by all ranks of a machine and
+    sampled by one of them.
 
     Args:
         device: The device trained on.
-        interval_s: Time between two looks; more where a look takes long.
-        path: File for one line per look, or None.
-        whole_machine: Whether to look at cores and network too.
-        steps_done: How many steps have ended. Looks before the first one's end (compiling, allocating) and after the
-            last one's (the last checkpoint) are written down but not in the summary.
+        interval_s: Seconds between two samples; more if a sample takes long.
+        path: File for one line per sample, or None.
+        whole_machine: Whether to sample cores and network too.
+        steps_done: Returns how many steps have ended. Samples before the end of the first step (compiling, allocating)
+            and after the last (the final checkpoint) are written to the file but left out of the summary.
 
     Attributes:
-        cost_s: Processor time that the looks have taken so far.
+        cost_s: Processor time that the samples have taken so far.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class SystemSampler:
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._lock = threading.Lock()
-        self._figures = SystemFigures()
+        self._figures = SystemMetrics()
         self._steps_done = steps_done
         self._amid_steps = _AmidSteps(self._figures, None)
         self._problem: str | None = None
@@ -82,7 +82,7 @@ class SystemSampler:
         self.stop()
 
     def start(self) -> None:
-        """Begin to look; the first look is taken by the thread."""
+        """Start sampling; the thread takes the first sample."""
         if self._thread is not None:
             return
         self._stopping.clear()
@@ -93,7 +93,7 @@ class SystemSampler:
         self._thread.start()
 
     def stop(self, timeout_s: float = 2.0) -> SystemSummary | None:
-        """Take a last look and end; a source that hangs is left to itself after `timeout_s`."""
+        """Take a last sample and stop; a source that hangs is abandoned after `timeout_s`."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._stopping.set()
@@ -105,18 +105,18 @@ class SystemSampler:
         return self.summary()
 
     def summary(self) -> SystemSummary | None:
-        """The machine so far, or None before the first look."""
+        """The summary so far, or None before the first sample."""
         with self._lock:
             return self._figures.summary()
 
     def samples(self) -> list[SystemSample]:
-        """The looks so far, thinned to a bounded number."""
+        """The samples so far, thinned to a bounded number."""
         with self._lock:
             return self._figures.series.points()
 
     @property
     def notes(self) -> list[str]:
-        """What the run's summary should say about the sampling."""
+        """Remarks on the sampling for the run's summary."""
         found = []
         if self._problem is not None:
             found.append(f"the machine was not watched to the end: {self._problem}")
@@ -125,7 +125,7 @@ class SystemSampler:
             count = self._figures.count
         if count > EARLY_SAMPLES and interval_s is not None and interval_s > 2 * self._interval_s:
             found.append(
-                f"the machine was looked at every {interval_s:.1f} s instead of {self._interval_s:g} s: a look took "
+                f"the machine was sampled every {interval_s:.1f} s instead of {self._interval_s:g} s: a sample took "
                 f"{self.cost_s / count * 1e3:.0f} ms"
             )
         writer = self._writer
@@ -140,7 +140,7 @@ class SystemSampler:
                 self._look_until_stopped(sources)
             finally:
                 sources.close()
-        except Exception as error:  # whatever a source can do, training never hears of it
+        except Exception as error:  # whatever fails in a source must not reach the training
             self._problem = f"{type(error).__name__}: {error}"
 
     def _look_until_stopped(self, sources: _Sources) -> None:
@@ -169,9 +169,9 @@ class SystemSampler:
 
 
 class _AmidSteps:
-    """Adds looks to the figures once it is known that a step ended after them."""
+    """Adds samples to the summary only once a step has ended after them."""
 
-    def __init__(self, figures: SystemFigures, steps_done: Callable[[], int] | None) -> None:
+    def __init__(self, figures: SystemMetrics, steps_done: Callable[[], int] | None) -> None:
         self._figures = figures
         self._steps_done = steps_done
         self._first = self._seen = 0 if steps_done is None else steps_done()
@@ -190,7 +190,7 @@ class _AmidSteps:
         self._pending.append((sample, began))
 
     def end(self) -> None:
-        """Where hardly a look lay between two steps, those after the last are better than none."""
+        """Use the samples after the last step only if there are hardly any between steps."""
         if self._figures.count < FEWEST_LOOKS:
             self._flush()
         self._pending.clear()
@@ -202,15 +202,15 @@ class _AmidSteps:
 
 
 class NoSampler:
-    """Stands in for a sampler that was not asked for."""
+    """Stands in for a sampler that was not requested."""
 
     notes: tuple[str, ...] = ()
 
     def start(self) -> None:
-        """Nothing begins."""
+        """Return without starting a sampler."""
 
     def stop(self, timeout_s: float = 2.0) -> SystemSummary | None:
-        """Nothing was seen."""
+        """Return None: nothing was sampled."""
         return None
 
 
@@ -222,23 +222,23 @@ def make_sampler(
     whole_machine: bool,
     steps_done: Callable[[], int],
 ) -> SystemSampler | NoSampler:
-    """A sampler, or its stand-in where `interval_s` is None."""
+    """A sampler, or a stand-in if `interval_s` is None."""
     if interval_s is None:
         return NoSampler()
     return SystemSampler(device, interval_s, path, whole_machine=whole_machine, steps_done=steps_done)
 
 
 class _Sources:
-    """Everything that is looked at, and what it said first."""
+    """All sources that are sampled, and their first values."""
 
     def __init__(self, device: torch.device, whole_machine: bool) -> None:
         self._gpu = open_gpu(device)
         self._allocator = _allocator(device) if self._gpu is None else None
         self._family = Family()
-        self._machine = Machine() if whole_machine else None
+        self._machine = HostSampler() if whole_machine else None
         self._core_wait = CoreWait()
         self._energy_j: float | None = None
-        self._before: tuple[float, float] | None = None  # clock, processor time of the family
+        self._before: tuple[float, float] | None = None  # clock, and CPU time of the processes
 
     def read(self) -> SystemSample:
         gpu = self._gpu.read() if self._gpu is not None else GpuState()
@@ -247,7 +247,7 @@ class _Sources:
         if self._energy_j is None:
             self._energy_j = gpu.energy_j
         family: FamilyState = self._family.read()
-        machine = self._machine.read() if self._machine is not None else MachineState()
+        machine = self._machine.read() if self._machine is not None else HostState()
         now = time.perf_counter()
         cpu_process = None
         if family.cpu_s is not None:
@@ -286,7 +286,7 @@ class _Sources:
 
 
 def _allocator(device: torch.device) -> Callable[[], tuple[int, int]] | None:
-    """Without NVML: what torch itself holds of the GPU; a look into its books, no call to the device."""
+    """Without NVML: the memory held by torch's allocator; reads its counters without a call to the device."""
     if device.type != "cuda":
         return None
     total_bytes = int(torch.cuda.get_device_properties(device).total_memory)

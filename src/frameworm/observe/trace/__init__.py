@@ -1,6 +1,6 @@
 """Profiler traces as data: a Chrome or Perfetto file in, a `records.trace.TraceSummary` out.
 
-`events` parses and bounds the file, `device` and `host` account for what each side did, `read` puts both together.
+`events` parses the file within bounded memory, `device` and `host` analyse what each side did, `read` combines both.
 Reading a trace needs no torch.
 """
 

@@ -1,4 +1,4 @@
-"""The device's side of a trace: what ran, and why nothing did when nothing did."""
+"""The device's side of a trace: what ran, and why the device was idle."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 from frameworm.observe.trace.events import COPY, KERNEL, MEMSET, RUNTIME, TraceEvents
 from frameworm.observe.trace.intervals import Intervals, Times
-from frameworm.records.trace import WAIT_CAUSES, CopyFigures, DeviceTime, KernelFigures, LaunchFigures
+from frameworm.records.trace import WAIT_CAUSES, CopyMetrics, DeviceTime, KernelMetrics, LaunchMetrics
 
-TINY_KERNEL_S = 5e-6  # about what one launch costs the host: a stream of shorter kernels cannot be kept full
+TINY_KERNEL_S = 5e-6  # about the host's cost of a launch: shorter kernels cannot keep the device busy
 MICROSECOND = 1e-6
 LATENCY_QUANTILE = 0.05
-MOST_LATENCY_US = 20.0  # where every launch waits in a full queue, the trace does not show how fast one can be
+MOST_LATENCY_US = 20.0  # an upper bound, for traces in which every launch waits in a full queue
 
 _COMMUNICATION = re.compile(r"nccl|rccl|(multimem|one_shot|two_shot)_all_(reduce|gather)|all_reduce_kernel", re.I)
 _COPY_NAME = re.compile(r"Memcpy\s*(\w+)\s*\(([^)]*?)\s*->\s*([^)]*?)\)")
@@ -50,7 +50,7 @@ class DeviceTrace:
 
     @property
     def launch_start(self) -> Times:
-        """When each event was launched; NaN where the trace does not say."""
+        """When each event was launched; NaN if the trace does not tell."""
         return _taken(self.events.host["start"], self.launch)
 
     @property
@@ -59,13 +59,13 @@ class DeviceTrace:
         return _taken(self.events.host["end"], self.launch)
 
     def waiting_calls(self) -> Intervals:
-        """When the host stood in a call that returns only once the device is done."""
+        """When the host was in a call that returns only once the device is done."""
         host = self.events.host
         names = np.array([bool(_SYNCHRONISES.match(name)) for name in self.events.names], dtype=bool)
         chosen = host["kind"] == RUNTIME
         if len(chosen):
             chosen &= names[host["name"].astype(np.int64)]
-        # An asynchronous copy from or to pageable memory comes back when the copy is over: it has waited too.
+        # An asynchronous copy from or to pageable memory returns when the copy is done, so it waits too.
         blocking = (self.kind == COPY) & (self.launch >= 0) & (self.launch_end >= self.end)
         calls = self.launch[blocking]
         return Intervals.covering(
@@ -85,7 +85,7 @@ def _taken(values: Times, index: npt.NDArray[np.int64]) -> Times:
 
 
 def _leaves_device(name: str) -> bool:
-    """A copy that goes through a link, in contrast to one within the device's memory."""
+    """Whether a copy crosses a link, as opposed to one within the device's memory."""
     match = _COPY_NAME.match(name)
     return match is not None and match[1] not in ("DtoD", "AtoD", "DtoA", "AtoA")
 
@@ -97,7 +97,7 @@ def _launches(events: TraceEvents) -> npt.NDArray[np.int64]:
     found = np.full(len(wanted), -1, dtype=np.int64)
     if not len(calls) or not len(wanted):
         return found
-    # Where a runtime call and the driver call below it share a number, the outer one came first.
+    # If a runtime call and the driver call below it share a number, the outer one started first.
     calls = calls[np.lexsort((host["start"][calls], host["correlation"][calls]))]
     numbers = host["correlation"][calls]
     index = np.minimum(np.searchsorted(numbers, wanted), len(numbers) - 1)
@@ -107,14 +107,14 @@ def _launches(events: TraceEvents) -> npt.NDArray[np.int64]:
 
 
 def launch_latency(trace: DeviceTrace) -> float:
-    """How long a launch takes to begin on a device that has nothing else to do, in microseconds."""
+    """Time from a launch to its start on an otherwise idle device, in microseconds."""
     delays = _first_delays(trace)
     fastest = float(np.quantile(delays, LATENCY_QUANTILE)) if len(delays) else 0.0
     return min(max(fastest, 0.0), MOST_LATENCY_US)
 
 
 def _first_delays(trace: DeviceTrace) -> Times:
-    """From each launch to its first event: a captured graph is one launch of many."""
+    """Delay from each launch to its first event: a captured graph is one launch of many events."""
     known = trace.launch >= 0
     order = np.argsort(trace.start[known], kind="stable")
     _, first = np.unique(trace.launch[known][order], return_index=True)
@@ -122,7 +122,7 @@ def _first_delays(trace: DeviceTrace) -> Times:
 
 
 class DeviceSpans:
-    """What one device did within a window, as sets of moments."""
+    """What one device did within a window, as sets of intervals."""
 
     def __init__(self, trace: DeviceTrace, number: int, window: tuple[float, float]) -> None:
         here = trace.number == number
@@ -143,7 +143,7 @@ def device_time(
     loading: Intervals,
     kinds: Mapping[str, npt.NDArray[np.bool_]],
 ) -> DeviceTime:
-    """The accounts of one device; `kinds` says which of the events are of each kind of kernel."""
+    """The time accounting of one device; `kinds` has a mask of the events for each kind of kernel."""
     start, end = spans.window
     waits = dict.fromkeys(WAIT_CAUSES, 0.0)
     waits["communication"] = spans.only_communication.total
@@ -172,7 +172,7 @@ def _kernel_times(
     here: npt.NDArray[np.bool_],
     kinds: Mapping[str, npt.NDArray[np.bool_]],
 ) -> dict[str, float]:
-    """Seconds of compute by kind; each moment counts for the first kind that ran then."""
+    """Seconds of compute by kind; if several kinds run at once, the first counts."""
     found, seen = {}, Intervals.covering(np.empty(0), np.empty(0))
     for kind, chosen in kinds.items():
         span = trace.span(here & chosen & ~trace.communication & ~trace.transfer).within(*spans.window) - seen
@@ -184,11 +184,12 @@ def _kernel_times(
 def _idle_causes(
     trace: DeviceTrace, spans: DeviceSpans, number: int, waiting: Intervals, loading: Intervals
 ) -> dict[str, float]:
-    """Why nothing ran: each gap is judged by the event that ended it.
+    """Why the device was idle: each gap is attributed by the event that ended it.
 
-    Up to its launch, and the time any launch takes, the host was late; from there on the event was queued. Of the
-    host's part, the time inside the loader is data loading; as much of the rest as the host had lost before in calls
-    that waited for the device is synchronisation, for without those calls it would have been ahead by so much.
+    Until that event's launch, plus the latency of any launch, the host was late; after that the event was queued. Of
+    the host's part, the time inside the loader is data loading; as much of the rest as the host had lost before in
+    calls that waited for the device is synchronisation, because without those calls it would have been ahead by that
+    time.
     """
     start, end = spans.window
     gaps = spans.busy.gaps(start, end)
@@ -215,9 +216,10 @@ def _idle_causes(
 
 
 def _paid_by_waits(waiting: Intervals, moments: Times, late: Times) -> Times:
-    """How much of each delay, in order of time, the waits that had ended by then (and no delay before used up) cover.
+    """How much of each delay is covered by waits that ended before it and that no earlier delay has used up.
 
-    A wait adds its length to what the host could be ahead, a delay takes from it; that never falls below zero.
+    A wait adds its length to how far the host could be ahead, a delay takes from it; the balance never falls below
+    zero.
     """
     times = np.concatenate((waiting.ends, moments))
     changes = np.concatenate((waiting.ends - waiting.starts, -late))
@@ -238,8 +240,8 @@ def _device_name(header: dict[str, Any], number: int) -> str | None:
     return None
 
 
-def kernel_figures(trace: DeviceTrace) -> KernelFigures | None:
-    """Number, length and kind of the kernels; None if there are none."""
+def kernel_figures(trace: DeviceTrace) -> KernelMetrics | None:
+    """Number, duration and kinds of the kernels; None if there are none."""
     chosen = trace.kind == KERNEL
     lengths = (trace.end - trace.start)[chosen] * MICROSECOND
     if not len(lengths):
@@ -250,7 +252,7 @@ def kernel_figures(trace: DeviceTrace) -> KernelFigures | None:
         kind = kinds[name] if time else None
         if kind is not None:
             matmul[kind] += float(time)
-    return KernelFigures(
+    return KernelMetrics(
         count=len(lengths),
         time_s=float(lengths.sum()),
         mean_s=float(lengths.mean()),
@@ -262,7 +264,7 @@ def kernel_figures(trace: DeviceTrace) -> KernelFigures | None:
 
 
 def matmul_kind(name: str) -> str | None:
-    """By its name: which units a matrix kernel used (tensor_core, tf32, fp32, unknown); None for other kernels."""
+    """The units used by a matrix kernel, from its name (tensor_core, tf32, fp32, unknown); None for other kernels."""
     if not _MATMUL.search(name):
         return None
     if _TF32.search(name):
@@ -272,9 +274,9 @@ def matmul_kind(name: str) -> str | None:
     return "fp32" if _FP32.search(name) else "unknown"
 
 
-def copy_figures(trace: DeviceTrace) -> list[CopyFigures]:
+def copy_figures(trace: DeviceTrace) -> list[CopyMetrics]:
     """Copies and memsets by kind, the longest first."""
-    found: list[CopyFigures] = []
+    found: list[CopyMetrics] = []
     sizes = trace.events.device["bytes"]
     lengths = trace.end - trace.start
     chosen = (trace.kind == COPY) | (trace.kind == MEMSET)
@@ -283,7 +285,7 @@ def copy_figures(trace: DeviceTrace) -> list[CopyFigures]:
         match = _COPY_NAME.match(trace.events.names[name])
         known = bool((sizes[rows] >= 0).all())
         found.append(
-            CopyFigures(
+            CopyMetrics(
                 direction=match[1] if match else trace.events.names[name].split(" ")[0].lower(),
                 source=match[2] if match else None,
                 target=match[3] if match else None,
@@ -295,8 +297,8 @@ def copy_figures(trace: DeviceTrace) -> list[CopyFigures]:
     return sorted(found, key=lambda item: -item.time_s)
 
 
-def launch_figures(trace: DeviceTrace, window: tuple[float, float]) -> LaunchFigures | None:
-    """How far ahead the host was; None if the trace holds no launches."""
+def launch_figures(trace: DeviceTrace, window: tuple[float, float]) -> LaunchMetrics | None:
+    """How far the host was ahead; None if the trace holds no launches."""
     known = trace.launch >= 0
     if not known.any():
         return None
@@ -308,7 +310,7 @@ def launch_figures(trace: DeviceTrace, window: tuple[float, float]) -> LaunchFig
     waiting = Intervals.covering(launched, begun).within(*window)
     length = window[1] - window[0]
     queued = np.clip(begun, *window) - np.clip(launched, *window)
-    return LaunchFigures(
+    return LaunchMetrics(
         count=len(calls),
         call_mean_s=float((host["end"] - host["start"])[calls].mean()) * MICROSECOND,
         lag_median_s=float(np.median(lags)) * MICROSECOND,

@@ -1,7 +1,7 @@
-"""Reading a Chrome trace as torch.profiler (Kineto) writes it, event by event.
+"""Reads a Chrome trace as written by torch.profiler (Kineto), event by event.
 
-A trace of some hundred megabytes is never held as a whole: text is decoded piece by piece, and of each event a few
-numbers are kept. A file cut short by a killed run gives what was written up to there.
+A trace of several hundred megabytes is never held in memory as a whole: text is decoded piece by piece, and only a few
+numbers of each event are kept. A file cut short by a killed run is read as far as it goes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DEVICE_COLUMNS = ("start", "end", "name", "kind", "device", "stream", "correlati
 HOST_COLUMNS = ("start", "end", "name", "kind", "thread", "correlation", "external", "bytes")
 
 _STEP_NAME = re.compile(r"ProfilerStep#(\d+)$")
-# A collective's range is opened on one thread and closed on another: it lies across others instead of around them.
+# A collective's range is opened on one thread and closed on another, so it overlaps others instead of enclosing them.
 _COLLECTIVE = re.compile(r"(nccl|gloo|mpi|ucc|rccl|xccl):")
 _EVENTS_KEY = re.compile(r'"traceEvents"\s*:\s*\[')
 _NEXT_EVENT = re.compile(r'\{\s*"(?:ph|name|cat)"\s*:')
@@ -71,13 +71,13 @@ class Columns:
 
 
 class TraceEvents:
-    """What is kept of a trace. Times in microseconds, as in the file; names are numbers that index `names`."""
+    """The data kept from a trace. Times are in microseconds, as in the file; names are indices into `names`."""
 
     def __init__(self) -> None:
         self.header: dict[str, Any] = {}
         self.names: list[str] = []
         self.threads: list[str] = []
-        self.steps: list[tuple[int, float, float]] = []  # on the host
+        self.steps: list[tuple[int, float, float]] = []  # number, start and end on the host
         self.device_steps: dict[int, tuple[float, float]] = {}  # from the first to the last kernel of each
         self.peak_bytes: dict[int, int] = {}
         self.kinds: Counter[str] = Counter()
@@ -92,7 +92,7 @@ def read_events(path: Path) -> TraceEvents:
     """Read a trace file, plain or gzipped.
 
     Raises:
-        DataError: It cannot be read, is no trace, or holds no event.
+        DataError: It cannot be read, is not a trace, or holds no events.
     """
     collector = _Collector()
     events = collector.events
@@ -144,7 +144,7 @@ class _Scanner:
         self._pieces = _text_pieces(path)
         self._text = ""
         self._at = 0
-        # Names may hold what JSON forbids in strings; a trace is no place to be strict.
+        # strict=False, because names in traces may contain control characters that JSON forbids.
         self._decode = json.JSONDecoder(strict=False).raw_decode
         self.header: dict[str, Any] = {}
         self.truncated = False
@@ -170,7 +170,7 @@ class _Scanner:
             yield event
 
     def _past(self, place: int) -> bool:
-        """Get more text for an event that is not all there, or step over a damaged one; False at the end."""
+        """Read more text for an incomplete event, or skip a damaged one; False at the end."""
         rest = len(self._text) - self._at
         if rest <= LONGEST_EVENT and self._more():
             return True
@@ -191,7 +191,7 @@ class _Scanner:
         return False
 
     def _find_events(self) -> None:
-        """Go to the first event; what stands before it is the header."""
+        """Go to the first event; the text before it is the header."""
         while True:
             beginning = self._text.lstrip()
             if beginning.startswith("["):
@@ -224,7 +224,7 @@ def _header(text: str) -> dict[str, Any]:
 
 
 class _Collector:
-    """Keeps the numbers of each event that matters."""
+    """Keeps the numbers of each relevant event."""
 
     def __init__(self) -> None:
         self.events = TraceEvents()
@@ -235,7 +235,7 @@ class _Collector:
         self._thread_names: dict[tuple[Any, Any], str] = {}
 
     def add(self, event: Any) -> None:
-        """Take one decoded event."""
+        """Add one decoded event."""
         if not isinstance(event, dict):
             return
         self.events.count += 1
@@ -258,7 +258,7 @@ class _Collector:
             self.events.kinds["malformed"] += 1
 
     def finish(self) -> None:
-        """Turn what was collected into arrays."""
+        """Convert the collected numbers to arrays."""
         self.events.names = list(self._names)
         self.events.threads = [self._thread_names.get(key, f"thread {key[1]}") for key in self._threads]
         self.events.device = Columns(DEVICE_COLUMNS, self._device)

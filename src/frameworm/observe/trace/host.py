@@ -1,4 +1,4 @@
-"""The host's side of a trace: operators inside operators, threads, and what was allocated."""
+"""The host's side of a trace: nested operators, threads, and allocations."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class _Row:
 
 @dataclass(slots=True)
 class Nesting:
-    """For each host event, the operator or range around it (-1: none) and the time spent in none of its children."""
+    """For each host event, the operator or range around it (-1: none), and its time outside of nested events."""
 
     parent: npt.NDArray[np.int64]
     self_us: npt.NDArray[np.float64]
 
 
 def nest(events: TraceEvents) -> Nesting:
-    """Find out what ran inside what, thread by thread."""
+    """Find the nesting of events, thread by thread."""
     host = events.host
     parent = np.full(len(host), -1, dtype=np.int64)
     self_us = host["end"] - host["start"]
     kinds = host["kind"]
     chosen = np.flatnonzero(kinds != ASYNCHRONOUS)
-    # A point lies inside what begins at the same moment, and a range around an operator of the same extent.
+    # A point event lies inside what begins at the same moment, and a range encloses an operator of the same extent.
     depth = np.choose(kinds[chosen].astype(np.int64), [1, 0, 2, 3, 3])
     order = chosen[np.lexsort((depth, -host["end"][chosen], host["start"][chosen], host["thread"][chosen]))]
     starts, ends, threads = host["start"].tolist(), host["end"].tolist(), host["thread"].tolist()
@@ -72,7 +72,7 @@ def nest(events: TraceEvents) -> Nesting:
 
 
 def _around(nesting: Nesting, kinds: npt.NDArray[np.float64], index: int) -> int:
-    """The innermost operator or range at or around a host event; the event itself for a bare runtime call."""
+    """The innermost operator or range at or around a host event, or -1."""
     at = index
     while at >= 0 and kinds[at] not in (OPERATOR, RANGE):
         at = int(nesting.parent[at])
@@ -82,11 +82,13 @@ def _around(nesting: Nesting, kinds: npt.NDArray[np.float64], index: int) -> int
 def operators(
     events: TraceEvents, nesting: Nesting, launch: npt.NDArray[np.int64], most: int = TOP
 ) -> tuple[list[OperatorTime], list[OperatorTime], list[OperatorTime]]:
-    """The first few operators by their own device time, by their own host time and by memory.
+    """The top operators by their own device time, by their own host time and by memory.
 
     Args:
+        events: The events.
+        nesting: Their nesting.
         launch: For each device event the host event that launched it, or -1.
-        most: So many of each.
+        most: Length of each list.
     """
     host, device = events.host, events.device
     kinds = host["kind"]
@@ -152,9 +154,9 @@ def by_name(
 
 
 def ranges(events: TraceEvents, window: tuple[float, float], most: int = TOP) -> list[OperatorTime]:
-    """What record_function and its like named, by total time within the window.
+    """Ranges of record_function and the like, by total time within the window.
 
-    A collective that was under way when the profiler stopped ends only there, long after the last step.
+    A collective that was in progress when the profiler stopped ends only there, long after the last step.
     """
     host = events.host
     chosen = np.isin(host["kind"], (RANGE, ASYNCHRONOUS))
@@ -178,7 +180,7 @@ def kernels_by_time(events: TraceEvents, most: int = TOP) -> list[OperatorTime]:
 
 
 def threads(events: TraceEvents) -> list[ThreadTime]:
-    """Time each host thread spent in operators and runtime calls, the busiest first."""
+    """Time that each host thread spent in operators and runtime calls, busiest first."""
     host = events.host
     working = np.isin(host["kind"], (OPERATOR, RUNTIME))
     found = []
@@ -191,7 +193,7 @@ def threads(events: TraceEvents) -> list[ThreadTime]:
 
 
 class HostSpans:
-    """What the host did, as sets of moments."""
+    """What the host did, as sets of intervals."""
 
     def __init__(self, events: TraceEvents) -> None:
         host = events.host

@@ -1,4 +1,4 @@
-"""Sets of moments on one clock, as sorted intervals that do not overlap: what ran, what waited, and both at once."""
+"""Sets of moments as sorted disjoint intervals, with union, difference and overlap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Times = npt.NDArray[np.float64]
 
 
 class Intervals:
-    """A set of moments. Build it with `covering`; the constructor takes intervals that are sorted and disjoint."""
+    """A set of moments. Build it with `covering`; the constructor expects sorted and disjoint intervals."""
 
     __slots__ = ("ends", "starts")
 
@@ -19,7 +19,7 @@ class Intervals:
 
     @classmethod
     def covering(cls, starts: Times, ends: Times) -> Intervals:
-        """All moments that lie in at least one of the given intervals, which may overlap and be in any order."""
+        """All moments in at least one of the given intervals, which may overlap and be in any order."""
         keep = ends > starts
         starts, ends = starts[keep], ends[keep]
         if not len(starts):
@@ -35,7 +35,7 @@ class Intervals:
 
     @property
     def total(self) -> float:
-        """How long it is altogether."""
+        """The total length."""
         return float((self.ends - self.starts).sum())
 
     def __or__(self, other: Intervals) -> Intervals:

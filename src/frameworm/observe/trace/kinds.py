@@ -1,4 +1,4 @@
-"""What kernels are for: by the operator that launched them, and only without one by their own names."""
+"""What kernels are for: determined by the operator that launched them, or else by their own names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def kind_of_operator(name: str) -> str:
 
 
 def kind_of_kernel(name: str) -> str:
-    """The same by the name of a kernel, for kernels that no operator launched, such as those of a CUDA graph."""
+    """The same by the name of a kernel, for kernels without an operator, such as those of a CUDA graph."""
     if _ATTENTION_KERNEL.search(name):
         return ATTENTION
     return OTHER_KERNELS if matmul_kind(name) is None else MATRIX_PRODUCTS
@@ -38,15 +38,17 @@ def kind_of_kernel(name: str) -> str:
 def kernel_kinds(
     events: TraceEvents, nesting: Nesting, launch: npt.NDArray[np.int64]
 ) -> dict[str, npt.NDArray[np.bool_]]:
-    """For each kind which device events are of it.
+    """For each kind, a mask of the device events that belong to it.
 
     Args:
+        events: The events.
+        nesting: Their nesting.
         launch: For each device event the host event that launched it, or -1.
     """
     kinds, names = events.host["kind"], events.host["name"].astype(np.int64)
     by_operator = [_KINDS.index(kind_of_operator(name)) for name in events.names]
     by_kernel = [_KINDS.index(kind_of_kernel(name)) for name in events.names]
-    known: dict[int, int] = {-1: -1}  # launching call -> kind, -1 where no operator is around it
+    known: dict[int, int] = {-1: -1}  # launching call -> kind, or -1 if there is no operator around it
     found = np.empty(len(launch), dtype=np.int64)
     for position, (call, name) in enumerate(zip(launch.tolist(), events.device["name"].astype(np.int64).tolist())):
         if call not in known:

@@ -1,4 +1,4 @@
-"""What a PyTorch trace file says: device busy and idle and why, kernels, copies, overlap, operators.
+"""Analyse a PyTorch trace file: device busy and idle time with causes, kernels, copies, overlap, operators.
 
 Works on any file of torch.profiler's `export_chrome_trace`, on a machine without torch.
 """
@@ -34,11 +34,11 @@ def read_trace(path: str | os.PathLike[str], most: int = TOP) -> TraceSummary:
     """Read a trace.
 
     Args:
-        path: A Chrome trace of torch.profiler, .json or .json.gz. One that was cut short is read up to there.
-        most: Operators, kernels and ranges in each list, the largest first.
+        path: A Chrome trace of torch.profiler, .json or .json.gz. A truncated file is read as far as it goes.
+        most: Length of each list of operators, kernels and ranges, largest first.
 
     Raises:
-        DataError: There is no such file, or it is no trace.
+        DataError: The file does not exist or is not a trace.
     """
     events = read_events(Path(path))
     window = _window(events)
@@ -84,7 +84,7 @@ def _whole(value: object) -> int | None:
 
 
 def _window(events: TraceEvents) -> _Window:
-    """From the first step to the end of the last, or of what the device still had to do then."""
+    """From the first step to the end of the last, or of the device work that was then still pending."""
     device, host = events.device, events.host
     if events.steps:
         start = min(step[1] for step in events.steps)
@@ -98,10 +98,10 @@ def _window(events: TraceEvents) -> _Window:
 
 
 def _device_window(events: TraceEvents, trace: DeviceTrace, window: _Window) -> tuple[_Window, list[str]]:
-    """The window as the device should be judged by.
+    """The window in which the device is judged.
 
-    Where the host is ahead, the device goes on with earlier work when recording begins, and the trace does not show it:
-    a first kernel that was launched long before it began did not find the device idle.
+    If the host is ahead, the device is still busy with earlier work when recording begins, which the trace does not
+    show: a first kernel that was launched long before it began did not find the device idle.
     """
     start, end = window
     if not (trace.launch >= 0).any() or trace.start.min() <= start:
@@ -110,7 +110,7 @@ def _device_window(events: TraceEvents, trace: DeviceTrace, window: _Window) -> 
     begun = float(trace.start[first])
     launched = float(trace.launch_start[first])
     ready = max(launched, start) + launch_latency(trace)
-    if begun - ready <= (begun - start) / 2:  # False for a first kernel whose launch came before
+    if begun - ready <= (begun - start) / 2:  # no sign of unrecorded earlier work
         return window, []
     step = min((span[0] for span in events.device_steps.values()), default=begun)
     begun = max(begun, step)
@@ -159,7 +159,7 @@ def _steps(events: TraceEvents, trace: DeviceTrace, spans: DeviceSpans | None, h
 
 
 def _device_step(events: TraceEvents, number: int, start: float, end: float) -> _Window:
-    """When the device worked on a step: up to the next one; the host's time where the trace does not say."""
+    """When the device worked on a step, up to the next one; the host's times if the trace does not tell."""
     if number not in events.device_steps:
         return start, end
     start, end = events.device_steps[number]

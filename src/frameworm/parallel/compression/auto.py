@@ -1,11 +1,12 @@
-"""`compression: auto`: what is fastest on this network, found out while training goes on.
+"""`compression: auto`: find the fastest method on this network while training continues.
 
-1. The first steps run plain: DDP arranges its buckets, connections and caches come up.
-2. The network between the ranks is probed and the codecs are timed; both say how long a step would take with each
-   method. That only picks who may race: `off` and the few that promise most.
-3. Those race: short windows of real steps, one method after the other, in two rounds. The fastest stays if it beats
-   `off` by more than noise, else `off` does. Every few hundred steps the loser that came nearest runs again.
-All ranks run the same method in every step: windows are counted in steps, and times are the largest of all ranks.
+1. The first steps run without compression, while DDP arranges its buckets and connections and caches warm up.
+2. The network between the ranks is probed and the codecs are timed, which predicts the time of a step with each
+   method. This only selects the candidates: `off` and the few that promise most.
+3. The candidates race: short windows of real steps, one method after the other, in two rounds. The fastest is kept
+   if it beats `off` by more than noise, else `off`. Every few hundred steps the closest loser races again.
+
+All ranks run the same method in every step: windows are counted in steps, and times are the maximum over the ranks.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ import torch.distributed as dist
 from frameworm.records.observations import CompressionCandidate
 
 OFF = "off"
-ROUNDING = ("bf16", "int8", "int4")  # with error feedback they lose next to nothing
-APPROXIMATE = ("topk", "powersgd")  # they need more steps to learn the same
+ROUNDING = ("bf16", "int8", "int4")  # almost lossless with error feedback
+APPROXIMATE = ("topk", "powersgd")  # need more steps to reach the same loss
 METHODS = (*ROUNDING, *APPROXIMATE)
-SETTLE = 4  # plain steps that are not timed
-WINDOW = 3  # timed steps of a window, after one that is not: a method's first step makes its buffers
+SETTLE = 4  # uncompressed steps that are not timed
+WINDOW = 3  # timed steps of a window, after an untimed one in which a method allocates its buffers
 ROUNDS = 2
-RACERS = 3  # beside off
-WORTH = 0.04  # a method must be this much faster than off; less is noise in so short a race
-HOPELESS = 1.5  # off is not raced again when it is this much slower than what the best promises
+RACERS = 3  # besides off
+WORTH = 0.04  # a method must be this much faster than off; less is noise in such a short race
+HOPELESS = 1.5  # off is not raced again if it is slower than the best prediction by this factor
 RECHECK_STEPS = 500
 
 
 class Switch(Protocol):
-    """What the choice needs of a hook."""
+    """The part of a hook that the choice uses."""
 
     @property
     def method(self) -> str: ...
@@ -45,13 +46,13 @@ class Switch(Protocol):
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is known before the race.
+    """Predictions made before the race.
 
     Attributes:
-        sending_s: Of each method, `off` among them: seconds from the first byte to the last, codec included.
-        hidden_s: How much of that a step can hide behind its computing.
-        bandwidth_gbps: Of the network, for the summary.
-        latency_us: Likewise.
+        sending_s: For each method, including `off`: seconds from the first byte to the last, codec included.
+        hidden_s: How much of that overlaps with a step's computation.
+        bandwidth_gbps: Bandwidth of the network, for the summary.
+        latency_us: Latency of the network, for the summary.
     """
 
     sending_s: dict[str, float]
@@ -60,22 +61,22 @@ class Outlook:
     latency_us: float | None = None
 
     def expect(self, off_s: float) -> dict[str, float]:
-        """The time of a step with each method, from that of a plain one."""
+        """Predict the time of a step with each method from that of an uncompressed one."""
         exposed = {method: max(0.0, seconds - self.hidden_s) for method, seconds in self.sending_s.items()}
         computing_s = max(0.0, off_s - exposed[OFF])
         return {method: computing_s + exposed_s for method, exposed_s in exposed.items()}
 
 
 class MethodChoice:
-    """Chooses the method of a hook, called after every step.
+    """Chooses the method of a hook; called after every step.
 
     Args:
-        hook: Whose method is set; it begins with `off`.
-        device: Where the gradients are.
+        hook: The hook whose method is set; it starts with `off`.
+        device: The device of the gradients.
         look: Probes network and codecs; all ranks call it at the same time.
-        allow_approximate: Whether methods may race that do more than round.
-        agree: From this rank's times to the largest of all ranks.
-        clock: Seconds; on a GPU it waits for the device.
+        allow_approximate: Whether methods that do more than round may race.
+        agree: Turns this rank's times into the maximum over all ranks.
+        clock: Returns seconds; on a GPU it waits for the device.
     """
 
     def __init__(
@@ -99,15 +100,15 @@ class MethodChoice:
         self._clock = clock or self._now
         self._expected: dict[str, float] = {}
         self._measured: dict[str, list[float]] = {OFF: []}
-        self._plan: list[str] = [OFF]  # methods of the windows to come
-        self._left = SETTLE + WINDOW  # steps until the window ends
+        self._plan: list[str] = [OFF]  # methods of the next windows
+        self._left = SETTLE + WINDOW  # steps left in the window
         self._timed = 0
         self._last = self._clock()
         self._until_recheck = RECHECK_STEPS
         self._racing = True
 
     def adopt(self, method: str) -> bool:
-        """A resumed run goes on with what it had chosen; true if that is known here."""
+        """Keep the method that a resumed run had chosen; returns whether it is known."""
         if method != OFF and method not in METHODS:
             return False
         self.chosen = method
@@ -115,7 +116,7 @@ class MethodChoice:
         return True
 
     def candidates(self) -> list[CompressionCandidate]:
-        """What was weighed, the fastest first."""
+        """The methods that were considered, fastest first."""
         names = {*self._expected, *(name for name, times in self._measured.items() if times)}
         found = [
             CompressionCandidate(name, self._expected.get(name), _typical(self._measured.get(name, [])))
@@ -124,7 +125,7 @@ class MethodChoice:
         return sorted(found, key=lambda item: (item.measured_s or float("inf"), item.expected_s or float("inf")))
 
     def after_step(self) -> bool:
-        """Call after each step on all ranks; returns whether the ranks met."""
+        """Call after each step on all ranks; returns whether the ranks communicated."""
         if not self._racing:
             self._until_recheck -= 1
             if self._until_recheck > 0:
@@ -133,7 +134,7 @@ class MethodChoice:
             return False
         now = self._clock()
         self._left -= 1
-        if self._left < WINDOW:  # the steps before only warm up
+        if self._left < WINDOW:  # earlier steps only warm up
             self._measured[self._plan[0]].append(now - self._last)
         self._last = now
         if self._left > 0:
@@ -159,7 +160,7 @@ class MethodChoice:
             self._hook.use(method)
 
     def _enter(self) -> list[str]:
-        """Look around, and line up who may race."""
+        """Probe network and codecs, and return the methods that race."""
         outlook = self._look()
         self.bandwidth_gbps, self.latency_us = outlook.bandwidth_gbps, outlook.latency_us
         names = list(outlook.sending_s)
@@ -181,14 +182,14 @@ class MethodChoice:
             self._hook.use(self.chosen)
 
     def _recheck(self) -> None:
-        """Race the chosen one against whoever came nearest; nobody who was hopeless."""
+        """Race the chosen method against the closest other one, unless that was hopelessly slow."""
         self._until_recheck = RECHECK_STEPS
         measured = {name: _typical(times) for name, times in self._measured.items() if times}
         own = measured.get(self.chosen or OFF)
         others = {name: seconds for name, seconds in measured.items() if name != self.chosen and seconds is not None}
         if own is None or not others:
             return
-        # The same on all ranks: what was measured differs from rank to rank, the order that was agreed on does not.
+        # Decided alike on all ranks: local measurements differ, the agreed maxima do not.
         nearest, seconds = min(
             zip(others, self._agree(list(others.values())), strict=True), key=lambda item: (item[1], item[0])
         )
@@ -215,19 +216,19 @@ class MethodChoice:
 
 
 def choose_racers(expected: dict[str, float], allowed: Sequence[str] = METHODS) -> list[str]:
-    """The methods that promise most, `off` not among them."""
+    """The most promising methods, without `off`."""
     others = sorted((seconds, name) for name, seconds in expected.items() if name in allowed)
     return [name for _, name in others[:RACERS]]
 
 
 def choose_method(times: dict[str, float]) -> str:
-    """The fastest, if it is worth it."""
+    """The fastest method if it is clearly faster than `off`."""
     best = min(times, key=lambda name: (times[name], name))
     return best if times[best] < (1 - WORTH) * times.get(OFF, float("inf")) else OFF
 
 
 def _typical(times: Sequence[float], doubtful: bool = False) -> float | None:
-    """The median; of two the lower one, since disturbances only make steps longer, or the upper one if in doubt."""
+    """The median; for an even count the lower one, since disturbances only add time, or the upper one if `doubtful`."""
     if not times:
         return None
     return statistics.median_high(times) if doubtful else statistics.median_low(times)

@@ -1,4 +1,4 @@
-"""`benchmark_compression`: how small each method makes gradients, how long that takes, and what it loses."""
+"""`benchmark_compression`: how much each method compresses gradients, how long that takes, and what it loses."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from frameworm.errors import ConfigError
 from frameworm.hardware.devices import choose_device
 from frameworm.parallel.compression.codec_cost import NoWire, run_stages, seconds_of, stages_of
 from frameworm.parallel.compression.exchange import Parcel, Scratch
-from frameworm.parallel.compression.hook import CASTS, CODECS, METHODS, OFF
+from frameworm.parallel.compression.hook import CASTS, METHODS, OFF
 from frameworm.parallel.compression.pipeline import Wire
-from frameworm.parallel.compression.registry import make_codec
+from frameworm.parallel.compression.registry import CODECS, make_codec
 from frameworm.parallel.compression.residuals import Named
 from frameworm.report.checks.network import render_compression
 from frameworm.report.kit.printed import Printed
@@ -25,7 +25,7 @@ SIZES = (10_000, 1_000_000, 10_000_000)
 
 
 class _CountingWire(NoWire):
-    """One rank by itself: what would be sent is counted, and what comes back is what it sent."""
+    """A single rank: counts what would be sent, and receives what it sent itself."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -46,23 +46,23 @@ def benchmark_compression(
     repetitions: int = 5,
     show: bool = True,
 ) -> Printed:
-    """Compress gradients of random numbers by every method, once each without error feedback, and print a table.
+    """Compress random gradients with every method, once each without error feedback, and print a table.
 
-    Random numbers are the hardest to compress: real gradients lose less to topk and powersgd. Whether less on the wire
-    makes a step faster depends on the network; `method="auto"` of `enable_gradient_compression` measures that.
+    Random numbers are the hardest to compress: real gradients lose less with topk and powersgd. Whether fewer bytes
+    make a step faster depends on the network; `method="auto"` of `enable_gradient_compression` measures that.
 
     Args:
         sizes: Values of each gradient, as a number (a square matrix, for powersgd) or a shape.
         methods: Some of fp16, bf16, int8, int4, topk, powersgd; None: all.
-        device: Where; None: a GPU if there is one.
-        compression_ratio: Share of the values that topk keeps.
+        device: Where to run; None: a GPU if there is one.
+        compression_ratio: Fraction of the values that topk keeps.
         powersgd_rank: Columns of powersgd's matrices.
-        repetitions: Times each is done; the median counts.
+        repetitions: Timed repetitions, of which the median is reported.
         show: Print the table.
 
     Returns:
-        `device` and `rows`, each {method, values, bytes, compressed_bytes, ratio, time_ms, error}: `ratio` is how many
-        times fewer bytes there are, `time_ms` that of compressing and decompressing, `error` the norm of what is lost
+        `device` and `rows`, each {method, values, bytes, compressed_bytes, ratio, time_ms, error}: `ratio` is the
+        factor by which bytes shrink, `time_ms` the time to compress and decompress, `error` the norm of the loss
         relative to that of the gradient. It prints as a table.
 
     Raises:
@@ -101,7 +101,7 @@ def benchmark_compression(
 
 
 def _shapes(size: int | Sequence[int]) -> list[tuple[int, ...]]:
-    """The parameters of a gradient: a matrix as square as can be, and the values that it leaves over."""
+    """The parameter shapes of a gradient: a matrix as square as possible, and the remaining values."""
     shape = (size,) if isinstance(size, int) else tuple(size)
     if math.prod(shape) < 1:
         raise ConfigError(f"sizes: {size} must be 1 or more values")
@@ -116,7 +116,7 @@ def _shapes(size: int | Sequence[int]) -> list[tuple[int, ...]]:
 def _round_trip(
     method: str, shapes: list[tuple[int, ...]], gradient: Tensor, ratio: float, powersgd_rank: int
 ) -> Callable[[], tuple[Tensor, int]]:
-    """Compress and decompress; gives what came back and the bytes in between."""
+    """Return a function that compresses and decompresses, and returns the result and the bytes in between."""
     if method in CASTS:
 
         def cast_and_back() -> tuple[Tensor, int]:

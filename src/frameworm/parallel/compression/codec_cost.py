@@ -1,4 +1,4 @@
-"""What compressing costs by itself: the stages of each method as the hook runs them, with a wire that takes no time."""
+"""The cost of compression alone: the stages of each method as the hook runs them, over a wire that takes no time."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from frameworm.parallel.compression.residuals import Named
 from frameworm.scaling.profile import Source
 
 SQUARE = (1024, 1024)
-MOST_VALUES = 2**22  # beyond it nothing is in a cache anyway
+MOST_VALUES = 2**22  # larger ones do not fit into a cache anyway
 REPETITIONS = 5
 
 
 class _Done:
     def wait(self) -> None:
-        """Nothing was sent."""
+        """Return at once: nothing was sent."""
 
 
 class NoWire:
-    """Collectives that do nothing; what was received is whatever the buffer held."""
+    """Collectives that send nothing; a rank receives its own data."""
 
     rank = 0
 
@@ -57,13 +57,13 @@ def codec_seconds_per_value(
     ratio: float = 0.01,
     powersgd_rank: int = 1,
 ) -> dict[str, float]:
-    """Seconds per gradient value of coding and decoding on this machine, by method.
+    """Seconds per gradient value to encode and decode on this machine, by method.
 
     Args:
-        device: Where gradients are.
-        shapes: Of parameters; as many of the largest as make a fair sample are taken.
+        device: The device of the gradients.
+        shapes: Shapes of the parameters; the largest are used, as far as they make a fair sample.
         world_size: Ranks whose payloads are decoded.
-        ratio: Share of the values that topk keeps.
+        ratio: Fraction of the values that topk keeps.
         powersgd_rank: Columns of powersgd's matrices.
     """
     model = nn.ParameterList(nn.Parameter(torch.zeros(shape, device=device)) for shape in _sample(shapes))
@@ -85,12 +85,12 @@ def codec_seconds_per_value(
             values.copy_(fresh)
             parcel = exchange.Parcel(0, values, names, residual)
             taken.append(seconds_of(device, lambda run=stages, parcel=parcel: run_stages(run(parcel))))  # type: ignore[misc]
-        costs[method] = median(taken[1:]) / count  # the first one makes its buffers
+        costs[method] = median(taken[1:]) / count  # without the first, which allocates the buffers
     return costs
 
 
 def _sample(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The largest shapes, as far as they do not become too many values; a part of a single one that is too large."""
+    """The largest shapes up to a limit of values in total; a single shape beyond the limit is cut."""
     chosen: list[tuple[int, ...]] = []
     total = 0
     for shape in sorted((shape for shape in shapes if math.prod(shape)), key=math.prod, reverse=True):
@@ -121,7 +121,7 @@ def stages_of(
 
 
 def run_stages(stages: Stages) -> Any:
-    """Run the stages of a bucket to their end, and give its mean."""
+    """Run the stages of a bucket to the end and return its mean."""
     with torch.no_grad():
         try:
             while True:
@@ -131,7 +131,7 @@ def run_stages(stages: Stages) -> Any:
 
 
 def seconds_of(device: torch.device, action: Callable[[], object]) -> float:
-    """How long an action takes on a device."""
+    """Seconds that an action takes on a device."""
     _wait(device)
     begin = perf_counter()
     action()
@@ -145,7 +145,7 @@ def _wait(device: torch.device) -> None:
 
 
 def costs_here(source: Source, ratio: float, powersgd_rank: int) -> dict[str, float]:
-    """Seconds per value of coding and decoding, timed here if this machine is of the run's kind."""
+    """Seconds per value to encode and decode, timed here if this machine has the kind of device that the run used."""
     if source.device is None:
         return {}
     if source.on_cpu:

@@ -1,7 +1,7 @@
-"""What every codec promises: values in, bytes out, and what the bytes lost kept for the next step.
+"""The interface of codecs: values in, bytes out, and the error kept for the next step.
 
-A codec knows tensors only, no processes: the hooks decide what is sent to whom. The payload of a codec has a size that
-depends on the number of values alone, so that all ranks know it without asking.
+A codec only sees tensors, not processes: the hooks decide what is sent to which rank. The size of a payload depends
+only on the number of values, so that all ranks know it without communicating.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 ROUNDINGS = ("nearest", "stochastic")
 
-# Values worked on at a time on a CPU. Chunks that stay in the cache are slower: what some twenty calls for each cost is
-# more than the cache saves. Larger ones gain little and take scratch memory.
+# Values processed at a time on a CPU. Chunks that fit into the cache are slower, because some twenty calls per chunk
+# cost more than the cache saves. Larger chunks gain little and take scratch memory.
 CHUNK_VALUES = 2**21
 
 _PAYLOAD_ALIGNMENT = 4
@@ -25,11 +25,11 @@ _DEVICE_TYPES = ("cuda",)  # where kernels run; tests add "cpu", which triton ca
 
 
 class Codec(ABC):
-    """Encodes flat gradients into bytes. One thread at a time: the working memory is kept between calls.
+    """Encodes flat gradients into bytes. For one thread at a time: the scratch memory is kept between calls.
 
     Attributes:
-        name: How the method is called in a config.
-        granularity: Slices of a bucket that are encoded apart start at multiples of this many values.
+        name: Name of the method in a config.
+        granularity: Slices of a bucket that are encoded separately start at multiples of this many values.
     """
 
     name: str
@@ -50,27 +50,27 @@ class Codec(ABC):
         residual: Tensor | None = None,
         draw: torch.Generator | None = None,
     ) -> None:
-        """Write `values + residual` into `payload`; `residual` becomes what the payload lost of that sum.
+        """Write `values + residual` into `payload`, and the encoding error into `residual`.
 
-        A block with a NaN or an infinity in it decodes to NaN, and its part of the residual stays as it was.
+        A block that holds a NaN or an infinity decodes to NaN, and its part of the residual is left unchanged.
 
         Args:
             values: 1-D, contiguous, fp32, bf16 or fp16; not changed.
             payload: uint8, `encoded_bytes(len(values))` long; every byte is written.
             residual: fp32, as long as `values`, or None.
-            draw: Where stochastic rounding takes its numbers from; None is torch's own generator.
+            draw: Generator for stochastic rounding; None: torch's default.
         """
 
     @abstractmethod
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Overwrite `out` (1-D, contiguous, fp32, bf16 or fp16) with what `payload` holds."""
+        """Overwrite `out` (1-D, contiguous, fp32, bf16 or fp16) with the decoded values."""
 
     @abstractmethod
     def decode_add(self, payload: Tensor, total: Tensor) -> None:
-        """Add what `payload` holds to `total` (fp32)."""
+        """Add the decoded values to `total` (fp32)."""
 
     def _scratch(self, name: str, count: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Working memory of at least `count` values, the same at every call."""
+        """Scratch memory of `count` values, reused between calls."""
         key = (name, like.device)
         kept = self._kept.get(key)
         if kept is None or kept.numel() < count:
@@ -80,7 +80,7 @@ class Codec(ABC):
 
 @functools.cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether the kernels can be compiled and launched there: triton needs a C compiler and knows not every GPU."""
+    """Whether the kernels work on this device: triton needs a C compiler and does not support every GPU."""
     if device.type not in _DEVICE_TYPES or importlib.util.find_spec("triton") is None:
         return False
     try:
@@ -101,14 +101,14 @@ def kernels_take(payload: Tensor) -> bool:
 
 
 def aligned(payload: Tensor) -> Tensor:
-    """The payload, or a copy of it where its numbers could not be read in place."""
+    """The payload, or an aligned copy of it if it cannot be read in place."""
     if payload.storage_offset() % _PAYLOAD_ALIGNMENT or not payload.is_contiguous():
         return payload.clone(memory_format=torch.contiguous_format)
     return payload
 
 
 def sum_into(total: Tensor, values: Tensor, residual: Tensor | None) -> None:
-    """`total` becomes values + residual in fp32."""
+    """Set `total` to values + residual in fp32."""
     if residual is not None and values.dtype == torch.float32:
         torch.add(values, residual, out=total)
         return

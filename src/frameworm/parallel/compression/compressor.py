@@ -1,4 +1,4 @@
-"""One tensor made smaller and whole again, as a plain object."""
+"""Compress and restore single tensors, without a process group."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _LARGEST_INT32 = 2**31 - 1
 
 
 class GradientCompressor:
-    """Top-k and quantization of single tensors: any device and dtype, empty and constant tensors.
+    """Top-k and quantization of single tensors: any device and dtype, also empty and constant tensors.
 
-    What DDP sends goes through the blockwise codecs (`make_codec`) with error feedback; this is for a tensor in the
-    hand. Top-k here is exact, and quantization has one scale for the whole tensor.
+    DDP sends gradients through the blockwise codecs (`make_codec`) with error feedback instead. Here top-k is exact,
+    and quantization has one scale for the whole tensor.
 
     Args:
-        compression_ratio: Share of the values that top-k keeps, above 0 and at most 1; at least one value is kept.
+        compression_ratio: Fraction of the values that top-k keeps, above 0 and at most 1; at least one value is kept.
     """
 
     def __init__(self, compression_ratio: float = 0.01) -> None:
@@ -29,11 +29,11 @@ class GradientCompressor:
         self.compression_ratio = compression_ratio
 
     def compress_topk(self, tensor: Tensor) -> dict[str, Any]:
-        """Keep the values of the largest magnitude.
+        """Keep the values of largest magnitude.
 
         Returns:
-            `values` in the tensor's dtype, `indices` into the flat tensor (int32, int64 for huge ones), `shape`, and
-            `compression_ratio`, the share that was really kept.
+            `values` in the tensor's dtype, `indices` into the flat tensor (int32, or int64 if it is huge), `shape`, and
+            `compression_ratio`, the fraction that was actually kept.
         """
         flat = tensor.detach().reshape(-1)
         count = flat.numel()
@@ -47,7 +47,7 @@ class GradientCompressor:
         }
 
     def decompress_topk(self, compressed: dict[str, Any]) -> Tensor:
-        """The tensor in its shape and dtype, zero where nothing was kept."""
+        """Restore the tensor in its shape and dtype, with zeros for the values that were not kept."""
         values: Tensor = compressed["values"]
         shape = torch.Size(compressed["shape"])
         out = torch.zeros(shape.numel(), dtype=values.dtype, device=values.device)
@@ -58,11 +58,11 @@ class GradientCompressor:
         """Round to evenly spaced values between the smallest and the largest.
 
         Args:
-            tensor: What to compress. A NaN or an infinity anywhere makes all of it NaN (zero for integers).
+            tensor: The tensor to compress. A NaN or an infinity anywhere makes all of it NaN (zero for integers).
             num_bits: 8, 4, 2 or 1; below 8, several values share a byte.
 
         Returns:
-            `quantized` (uint8; flat below 8 bits), `min_val`, `max_val` and `scale` (tensors without dimensions, on the
+            `quantized` (uint8; flat below 8 bits), `min_val`, `max_val` and `scale` (0-dimensional tensors on the
             tensor's device), `shape`, `num_bits` and `dtype`.
         """
         if num_bits not in _NUM_BITS:
@@ -78,9 +78,9 @@ class GradientCompressor:
         levels = 2**num_bits - 1
         scale = largest / levels - smallest / levels
         scale = torch.where(torch.isfinite(scale), scale, torch.nan)
-        # Halves, because the distance of two finite numbers may be infinite.
+        # Halved, because the difference of two finite numbers may overflow.
         integers = (numbers * 0.5).sub_(smallest * 0.5).div_(scale * 0.5).round_().clamp_(0, levels)
-        # Of a constant tensor this is 0 / 0.
+        # For a constant tensor this is 0 / 0.
         quantized = torch.nan_to_num_(integers, 0.0).to(torch.uint8)
         return {
             "quantized": quantized.view(tensor.shape)
@@ -95,11 +95,11 @@ class GradientCompressor:
         }
 
     def decompress_quantize(self, compressed: dict[str, Any], num_bits: int | None = None) -> Tensor:
-        """The tensor in its shape and dtype, each value off by half a `scale` at most.
+        """Restore the tensor in its shape and dtype; each value is off by at most half a `scale`.
 
         Args:
-            compressed: What `compress_quantize` returned.
-            num_bits: May be given; it must be the number it was compressed with.
+            compressed: The result of `compress_quantize`.
+            num_bits: Optional; must equal the number of bits used to compress.
         """
         used = compressed["num_bits"]
         if num_bits not in (None, used):
@@ -121,7 +121,7 @@ class GradientCompressor:
 
 
 def _magnitude(flat: Tensor) -> Tensor:
-    """What orders the values; integers as fp64, because the smallest one has no magnitude of its own type."""
+    """The sort key of the values; integers as fp64, because the smallest has no magnitude in its own type."""
     if flat.is_complex():
         return flat.abs()
     if not flat.is_floating_point():
@@ -130,7 +130,7 @@ def _magnitude(flat: Tensor) -> Tensor:
 
 
 def _working_dtype(numbers: Tensor) -> torch.dtype:
-    """fp32, and fp64 for what fp32 cannot hold where the device has it."""
+    """fp32, or fp64 for types that fp32 cannot represent, if the device supports it."""
     exact = numbers.dtype == torch.float64 or not numbers.is_floating_point()
     return torch.float64 if exact and numbers.device.type != "mps" else torch.float32
 
@@ -140,7 +140,7 @@ def _stays_in_shape(tensor: Tensor, num_bits: int) -> bool:
 
 
 def _pack(integers: Tensor, num_bits: int) -> Tensor:
-    """Several small integers to a byte, the first in the lowest bits."""
+    """Pack several small integers into a byte, the first in the lowest bits."""
     per_byte = 8 // num_bits
     padded = torch.nn.functional.pad(integers, (0, -integers.numel() % per_byte)).view(-1, per_byte)
     packed = padded[:, 0].clone()
@@ -150,7 +150,7 @@ def _pack(integers: Tensor, num_bits: int) -> Tensor:
 
 
 def _unpack(packed: Tensor, num_bits: int) -> Tensor:
-    """The integers again, and those that filled up the last byte."""
+    """Unpack the integers, including those that pad the last byte."""
     mask = 2**num_bits - 1
     places = [(packed >> (num_bits * place)) & mask for place in range(8 // num_bits)]
     return torch.stack(places, 1).view(-1)

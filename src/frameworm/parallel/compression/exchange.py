@@ -1,4 +1,4 @@
-"""How the mean of a bucket is formed by each method: generators that `pipeline` drives."""
+"""How each method computes the mean of a bucket: generators that `pipeline` drives."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from frameworm.parallel.compression.codecs import Codec
 from frameworm.parallel.compression.pipeline import Stages, Wire
 from frameworm.parallel.compression.quantize import Quantizer
 
-ALIGNMENT_BYTES = 16  # payloads begin at multiples of this, so that kernels may read whole words
+ALIGNMENT_BYTES = 16  # payloads begin at multiples of this, so that kernels can read whole words
 
 
 class Scratch:
-    """Buffers that live as long as the division into buckets: fresh memory costs a page fault per 4 KB."""
+    """Buffers kept as long as the division into buckets: fresh memory costs a page fault per 4 KB."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     def take(self, use: str, number: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A 1-D buffer of bucket `number` for one use; what it holds is left from the last time, or zero."""
+        """A 1-D buffer of a bucket for one use; it holds zeros at first, then whatever was last written."""
         buffer = self._buffers.get((use, number))
         if buffer is None or buffer.numel() != count or buffer.dtype != dtype or buffer.device != device:
             buffer = self._buffers[(use, number)] = torch.zeros(count, dtype=dtype, device=device)
         return buffer
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._buffers.clear()
 
 
@@ -38,11 +38,11 @@ class Parcel:
     """A bucket of gradients to be replaced by their mean over the ranks.
 
     Attributes:
-        number: Which of the buckets of this step it is, from 0.
+        number: Position of the bucket in this step, from 0.
         values: The gradients, 1-D.
-        names: Of the parameters, in the order in which `values` holds them.
-        residual: What earlier steps left out, to be sent along; None without error feedback.
-        draw: From a stage's number to the generator of its random numbers.
+        names: Names of the parameters, in the order of `values`.
+        residual: The error of earlier steps, to be added; None without error feedback.
+        draw: Returns the random generator of a stage, given its number.
     """
 
     number: int
@@ -53,10 +53,10 @@ class Parcel:
 
 
 def cast(parcel: Parcel, wire: Wire, scratch: Scratch, dtype: torch.dtype) -> Stages:
-    """Divide, round to 16 bits, sum."""
+    """Divide by the world size, round to 16 bits, sum."""
     values = parcel.values
     rounded = scratch.take("cast", parcel.number, values.numel(), dtype, values.device)
-    # Divided first: the sum of many ranks is then no larger than what one sends.
+    # Divided first, so that the sum over many ranks does not overflow.
     rounded.copy_(values.mul_(1 / wire.world_size))
     yield wire.all_reduce(rounded)
     return values.copy_(rounded)
@@ -64,12 +64,12 @@ def cast(parcel: Parcel, wire: Wire, scratch: Scratch, dtype: torch.dtype) -> St
 
 @dataclass(frozen=True)
 class Shards:
-    """A bucket's division among the ranks.
+    """How a bucket is divided among the ranks.
 
     Attributes:
         count: Values of the bucket.
         each: Values of a full shard; the last ones may be short or empty.
-        payload_bytes: What a full shard takes on the wire; all shards take that much.
+        payload_bytes: Bytes of a full shard's payload; every shard is sent in that size.
     """
 
     count: int
@@ -78,7 +78,7 @@ class Shards:
 
     @staticmethod
     def of(count: int, world_size: int, codec: Codec) -> Shards:
-        """Shards that begin where blocks of the codec do, and payloads that begin at whole words."""
+        """Choose shards that begin at the codec's blocks, with payloads that begin at whole words."""
         unit = next(
             size
             for size in (codec.granularity * factor for factor in (1, 2, 4, 8, ALIGNMENT_BYTES))
@@ -93,13 +93,13 @@ class Shards:
         return slice(begin, min(begin + self.each, self.count))
 
     def size(self, rank: int) -> int:
-        """How many they are."""
+        """The number of values that a rank reduces."""
         span = self.span(rank)
         return int(span.stop - span.start)
 
 
 def quantized(parcel: Parcel, wire: Wire, scratch: Scratch, codec: Quantizer) -> Stages:
-    """Each rank gets the quantised shard of all that it reduces, and gives all its quantised mean."""
+    """Send each rank its quantised shard from all ranks, then gather the quantised means of the shards."""
     values, residual, device = parcel.values, parcel.residual, parcel.values.device
     ranks = range(wire.world_size)
     shards = Shards.of(values.numel(), wire.world_size, codec)
@@ -128,14 +128,14 @@ def quantized(parcel: Parcel, wire: Wire, scratch: Scratch, codec: Quantizer) ->
         )
     yield wire.all_gather(payloads, mine)
 
-    # The owner too takes what it sent, not what it had: replicas must agree to the last bit.
+    # The owner also uses the decoded mean, not its exact one: replicas must agree to the last bit.
     for rank in ranks:
         codec.decode(payloads[rank * size : rank * size + written[rank]], values[shards.span(rank)])
     return values
 
 
 def sparse(parcel: Parcel, wire: Wire, scratch: Scratch, codec: Codec) -> Stages:
-    """All ranks get the few values of all, and add them up in order of rank."""
+    """Gather the sparse values of all ranks and add them up in rank order."""
     values, device, count = parcel.values, parcel.values.device, parcel.values.numel()
     size = -(-codec.encoded_bytes(count) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     used = codec.encoded_bytes(count)

@@ -1,4 +1,4 @@
-"""The DDP hook: a bucket of gradients in, the future of its mean over the ranks out, few bytes in between."""
+"""The DDP communication hook: takes a bucket of gradients, returns the future of its mean, sends few bytes."""
 
 from __future__ import annotations
 
@@ -17,37 +17,36 @@ from frameworm.errors import ConfigError
 from frameworm.parallel.compression import exchange
 from frameworm.parallel.compression.codecs import Codec
 from frameworm.parallel.compression.pipeline import Job, Pipeline, Result, Stages, Wire
-from frameworm.parallel.compression.plain import EarlyShares, first_of, share_of
+from frameworm.parallel.compression.plain import EarlyShares, first_of, weighted_part
 from frameworm.parallel.compression.powersgd import PowerSGD
 from frameworm.parallel.compression.quantize import Quantizer
-from frameworm.parallel.compression.registry import make_codec
+from frameworm.parallel.compression.registry import CODECS, make_codec, registered_codecs
 from frameworm.parallel.compression.residuals import Named, Residuals, Scale
 
 log = logging.getLogger("frameworm")
 
 OFF = "off"
 CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
-CODECS = ("int8", "int4", "topk")
-WITH_FEEDBACK = (*CODECS, "powersgd")  # rounding to 16 bits loses too little to remember
+WITH_FEEDBACK = (*CODECS, "powersgd")  # the error of rounding to 16 bits is too small to keep
 METHODS = (OFF, *CASTS, *WITH_FEEDBACK)
 COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CompressionHook:
-    """Forms the mean of the gradients over the ranks with few bytes; made once per DDP model, on all ranks together.
+    """Computes the mean of gradients over the ranks with few bytes; create one per DDP model, on all ranks together.
 
-    Gradients in fp64 or complex numbers and sparse ones are sent as they are. DDP may give it `early_shares` as state.
+    Gradients that are sparse, complex or fp64 are sent uncompressed. It may be registered with `early_shares` as state.
 
     Args:
         method: One of off, fp16, bf16, int8, int4, topk, powersgd.
-        model: For the names of its parameters; DDP's wrapper around it will do.
-        group: The group DDP uses; None is the default one.
-        ratio: Of the values that topk keeps.
-        rank_of_powersgd: Columns of its matrices.
+        model: The model, or DDP's wrapper around it; gives the parameter names.
+        group: The group that DDP uses; None: the default one.
+        ratio: Fraction of the values that topk keeps.
+        rank_of_powersgd: Columns of powersgd's matrices.
         rounding: nearest or stochastic, for int8 and int4.
-        feedback: Whether what a step leaves out is sent with the next.
-        seed: Of stochastic rounding and PowerSGD's first matrices; the same on all ranks.
-        scale: The loss scale of the gradients that come, None without one.
+        feedback: Whether the error of a step is added to the next.
+        seed: Seed of stochastic rounding and PowerSGD's first matrices; the same on all ranks.
+        scale: Returns the loss scale of the coming gradients, or None without one.
 
     Raises:
         ConfigError: There is no such method.
@@ -66,7 +65,7 @@ class CompressionHook:
         seed: int = 0,
         scale: Callable[[], Scale] | None = None,
     ) -> None:
-        # DDP asks every hook for these two, as functions have them.
+        # DDP reads these two attributes of every hook, as functions have them.
         self.__name__ = self.__qualname__ = "frameworm_compression"
         self._ratio = ratio
         self._rounding = rounding
@@ -83,59 +82,63 @@ class CompressionHook:
         self._generators: dict[torch.device, torch.Generator] = {}
         self._step = 0
         self._new_scale: tuple[Scale] | None = None  # to be applied before the first bucket of this step
-        self._layout: list[tuple[str, ...]] = []  # of the last whole step
-        self._coming: list[tuple[str, ...]] = []  # of this step, so far
-        self._saved_layout: list[tuple[str, ...]] | None = None  # a resumed run's first step is sent in this one
+        self._layout: list[tuple[str, ...]] = []  # of the last complete step
+        self._coming: list[tuple[str, ...]] = []  # of this step so far
+        self._saved_layout: list[tuple[str, ...]] | None = None  # layout for the first step of a resumed run
         self._held: list[tuple[Job, Tensor, list[Tensor]]] | None = None
         self._said = False
         self._first_at = 0.0
-        self.ready_span_s = 0.0  # of the last step: from its first bucket to its last, by the host's clock
+        self.ready_span_s = 0.0  # of the last step: from its first bucket to its last, on the host's clock
         self._method = OFF
         self.use(method)
 
     @property
     def method(self) -> str:
-        """What is done now."""
+        """The current method."""
         return self._method
 
     @property
     def sent_bytes(self) -> int:
-        """Payload bytes that left this rank since the last `take_sent_bytes`, by a ring's count for an all-reduce."""
+        """Payload bytes sent by this rank since the last `take_sent_bytes`; an all-reduce counts as a ring."""
         return self._wire.sent_bytes
 
     def take_sent_bytes(self) -> int:
-        """The bytes so far; counting starts anew."""
+        """Return the bytes sent so far and reset the count."""
         return self._wire.take_sent_bytes()
 
     def use(self, method: str) -> None:
         """Change the method between two steps, on all ranks at once.
 
-        What was left out goes with the next step if the new method has error feedback, else it is forgotten: sent many
-        steps later it would do harm.
+        Residuals are sent with the next step if the new method has error feedback; otherwise they are dropped, because
+        sending them many steps later would do harm.
+
+        Args:
+            method: The new method.
 
         Raises:
             ConfigError: There is no such method.
         """
-        if method not in METHODS:
-            raise ConfigError(f"compression method {method!r} is not one of {', '.join(METHODS)}")
+        known = (*METHODS, *registered_codecs())
+        if method not in known:
+            raise ConfigError(f"compression method {method!r} is not one of {', '.join(known)}")
         if method != OFF and self._wire.world_size > 1:
             self._wire.open()
-        if method in CODECS and method not in self._codecs:
+        if method in (*CODECS, *registered_codecs()) and method not in self._codecs:
             self._codecs[method] = make_codec(method, ratio=self._ratio, rounding=self._rounding)
         if method != self._method:
             self._scratch.clear()
-            if method not in WITH_FEEDBACK:
+            if not _keeps_error(method):
                 self._residuals.clear()
         self._method = method
 
     def early_shares(self, ddp: DistributedDataParallel) -> EarlyShares:
-        """What makes `off` as fast as DDP without a hook: the state to register this hook with."""
+        """State to register this hook with; it makes `off` as fast as DDP without a hook."""
         return EarlyShares(ddp, wanted=lambda: self._method == OFF)
 
     def reset(self, why: str) -> None:
-        """Forget what was left out so far, and say so."""
+        """Drop all residuals and log why."""
         self._forget()
-        log.info("compression starts anew: %s", why)
+        log.info("error feedback starts from nothing: %s", why)
 
     def _forget(self) -> None:
         self._residuals.clear()
@@ -143,13 +146,13 @@ class CompressionHook:
         self._saved_layout = None
 
     def close(self) -> None:
-        """End the thread and leave the group."""
+        """Stop the thread and leave the group."""
         self._pipeline.close()
         if self._pipeline.error is None:
             self._wire.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank must remember; to be taken between steps."""
+        """The state that this rank must save, taken between steps."""
         return {
             "version": 1,
             "method": self._method,
@@ -161,24 +164,27 @@ class CompressionHook:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Go on with what `state_dict` of the same rank gave; the method stays as it is.
+        """Restore a state from `state_dict` of the same rank; the method is not changed.
+
+        Args:
+            state: The saved state.
 
         Returns:
-            What the user should know.
+            Notes for the user.
         """
         self._forget()
         if state["world_size"] != self._wire.world_size:
             self._step = state["step"]
             return [
                 f"error feedback starts from nothing: {state['world_size']} processes wrote the checkpoint and "
-                f"{self._wire.world_size} go on"
+                f"{self._wire.world_size} resume it"
             ]
         self._step = state["step"]
         notes = self._power.load(state["powersgd"])
-        if self._feedback and self._method in WITH_FEEDBACK:
+        if self._feedback and _keeps_error(self._method):
             saved = state["residuals"]
             notes = self._residuals.load(saved["values"], saved["scale"]) + notes
-        # DDP has not rearranged its buckets yet, as the run that saved had: blocks would be cut elsewhere.
+        # DDP has not rearranged its buckets yet, unlike in the saved run: blocks would be cut at other places.
         self._saved_layout = [tuple(names) for names in state["layout"]] or None
         return notes
 
@@ -194,16 +200,16 @@ class CompressionHook:
         compressed = self._method != OFF and self._compressible(values)
         if compressed:
             if isinstance(state, EarlyShares):
-                state.undo(bucket)  # the method has changed since
+                state.undo(bucket)  # the method has changed since the gradients were scaled
             result = self._accept(bucket, values, last)
         else:
-            # What DDP does without a hook, to the last bit.
-            result = first_of(self._wire.all_reduce_plain(share_of(state, bucket, self._wire.world_size)))
+            # Bitwise the same as DDP without a hook.
+            result = first_of(self._wire.all_reduce_plain(weighted_part(state, bucket, self._wire.world_size)))
         if last:
             if self._held is not None:
                 self._release(self._held)
             elif self._coming and not compressed:
-                # Those before it wait for the last one.
+                # Earlier buckets wait for the last one.
                 self._pipeline.submit(_as_it_is(values), last=True, device=values.device)
             self._layout = self._coming
             self._held = self._saved_layout = None
@@ -237,7 +243,7 @@ class CompressionHook:
         return result
 
     def _release(self, held: list[tuple[Job, Tensor, list[Tensor]]]) -> None:
-        """Send the buckets of a whole step in the arrangement that was saved."""
+        """Send the buckets of a whole step in the saved layout."""
         if not held:
             return
         place: dict[str, Tensor] = {}
@@ -249,18 +255,18 @@ class CompressionHook:
         fits = sorted(place) == sorted(name for names in layout for name in names) and all(
             len(kind) == 1 for kind in kinds
         )
-        if not fits:  # the model or its buckets are others now
+        if not fits:  # the model or its buckets have changed
             layout = [self._named.names(parameters) for _, _, parameters in held]
         for position, names in enumerate(layout):
             parts = [place[name] for name in names]
             gathered = torch.cat(parts)
             stages = _scattered(self._stages(names, gathered), parts)
             self._pipeline.submit(stages, last=position == len(layout) - 1, device=gathered.device)
-        for job, _, _ in held:  # after all of the above, which the last one brings to its end
+        for job, _, _ in held:  # after all of the above, which the last one completes
             self._pipeline.start(job)
 
     def _stages(self, names: tuple[str, ...], values: Tensor) -> Stages:
-        """What is to be done with a bucket; runs where the pipeline runs it."""
+        """The stages of a bucket, for the pipeline to run."""
         number = len(self._coming)
         self._coming.append(names)
         scale, self._new_scale = self._new_scale, None
@@ -269,7 +275,7 @@ class CompressionHook:
 
     def _send(self, parcel: exchange.Parcel, scale: tuple[Scale] | None) -> Stages:
         method, wire, scratch = self._method, self._wire, self._scratch
-        if self._feedback and method in WITH_FEEDBACK:
+        if self._feedback and _keeps_error(method):
             if scale is not None:
                 self._residuals.rescale(scale[0])
             parcel.residual = self._residuals.of(parcel.names, parcel.values.device)
@@ -283,18 +289,18 @@ class CompressionHook:
         return (yield from exchange.sparse(parcel, wire, scratch, codec))
 
     def _draw(self, device: torch.device, step: int, number: int, stage: int) -> torch.Generator:
-        """Random numbers that depend on nothing but where they are used, so that a resumed run draws the same."""
+        """A generator seeded only by where it is used, so that a resumed run draws the same numbers."""
         generator = self._generators.get(device)
         if generator is None:
             generator = self._generators[device] = torch.Generator(device)
         return generator.manual_seed(mixed(self._seed, self._wire.rank, step, number, stage))
 
 
-CompressionHook.__call__.__annotations__.clear()  # DDP compares annotations with classes, which postponed ones are not
+CompressionHook.__call__.__annotations__.clear()  # DDP compares annotations with classes; postponed ones are strings
 
 
 def mixed(*numbers: int) -> int:
-    """One number of 63 bits from several."""
+    """Mix several numbers into one of 63 bits."""
     value = 0
     for number in numbers:
         value = ((value ^ number) + 0x9E3779B97F4A7C15) & (2**64 - 1)
@@ -303,18 +309,22 @@ def mixed(*numbers: int) -> int:
     return value >> 1
 
 
+def _keeps_error(method: str) -> bool:
+    return method in WITH_FEEDBACK or method in registered_codecs()
+
+
 def _nothing(stage: int) -> None:
     return None
 
 
 def _as_it_is(values: Tensor) -> Stages:
-    """Nothing is left to do with it."""
+    """Stages of a bucket that needs no more work."""
     yield from ()
     return values
 
 
 def _scattered(stages: Stages, parts: list[Tensor]) -> Stages:
-    """Put the result of a gathered bucket where its parts came from."""
+    """Copy the result of a gathered bucket back to its parts."""
     values = yield from stages
     for part, mean in zip(parts, values.split([part.numel() for part in parts])):
         part.copy_(mean)

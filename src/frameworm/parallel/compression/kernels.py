@@ -1,11 +1,11 @@
-"""The codecs' passes in triton, one kernel each; imported late, where there is a GPU and triton.
+"""The codecs' passes in triton, one kernel each; imported only if there are a GPU and triton.
 
 A quantisation block is held as two halves, as it is packed: value j and value j + half of a block share a byte in int4,
-and in either width no value has to change its thread. Products and sums are never contracted, and divisions round
-correctly, so that the bits are those of the plain torch path.
+and with either width no value has to move to another thread. Products and sums are never contracted, and divisions
+round correctly, so that results are bitwise equal to the plain torch path.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803, N806 (in triton, what is known when compiling is written in capitals)
+# ruff: noqa: N803, N806 (in triton, compile-time constants are written in capitals)
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-# Eight values to a thread: few registers, so that many programs share a multiprocessor.
+# Eight values per thread: few registers, so that many programs share a multiprocessor.
 VALUES_PER_PROGRAM = 2048
 WARPS = 8
 
 
 @triton.jit
 def _places(ROWS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the first half of each block of a tile lies; of any type four to a thread, so that they stay there."""
+    """Offsets of the first half of each block of a tile; four per thread for any dtype."""
     return tl.max_contiguous(tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, HALF)[None, :], (1, 4))
 
 
@@ -38,7 +38,7 @@ def _read(pointer, place, left, WHOLE: tl.constexpr):
 
 @triton.jit
 def _write(pointer, values, place, left, WHOLE: tl.constexpr):
-    """Store elements as what the pointer holds."""
+    """Store elements in the pointer's dtype."""
     values = values.to(pointer.dtype.element_ty)
     if WHOLE:
         tl.store(pointer + place, values)
@@ -54,7 +54,7 @@ def _packed_pointer(payload, first, BYTES: tl.constexpr):
 
 @triton.jit
 def _step_pointers(payload, first, blocks, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """The steps of the blocks from number `first`, behind the bytes of all blocks."""
+    """Pointers to the steps of the blocks starting at `first`; steps follow the bytes of all blocks."""
     base = (payload + blocks.to(tl.int64) * BYTES).to(tl.pointer_type(tl.float32))
     return base + first + tl.arange(0, ROWS)
 
@@ -62,7 +62,7 @@ def _step_pointers(payload, first, blocks, ROWS: tl.constexpr, BYTES: tl.constex
 @triton.jit
 def _decoded(payload, first, blocks, FACTOR: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
              ROWS: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    """Both halves of a tile, as fp32, with the steps times a factor."""
+    """Both halves of a tile as fp32, with the steps multiplied by a factor."""
     HALF: tl.constexpr = BLOCK // 2
     BYTES: tl.constexpr = BLOCK * BITS // 8
     pointer = _packed_pointer(payload, first, BYTES) + _places(ROWS, HALF, BYTES)
@@ -87,12 +87,12 @@ def _decoded(payload, first, blocks, FACTOR: tl.constexpr, BITS: tl.constexpr, B
 
 @triton.jit
 def _rounded(values, raised, inverse, noise, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Values as whole numbers of steps."""
+    """Round values to whole numbers of steps."""
     quotient = (values * raised) * inverse
     if STOCHASTIC:
         quotient = tl.floor(quotient + noise)
     else:
-        # Adding 1.5 * 2 ** 23 leaves no bits for a fraction: rounds half to even, as torch does.
+        # Adding 1.5 * 2 ** 23 leaves no bits for a fraction: this rounds half to even, as torch does.
         quotient = (quotient + 12582912.0) - 12582912.0
     return tl.minimum(tl.maximum(quotient, -LIMIT), LIMIT)
 
@@ -100,22 +100,22 @@ def _rounded(values, raised, inverse, noise, LIMIT: tl.constexpr, STOCHASTIC: tl
 @triton.jit
 def _quantised(low, high, seed, first, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
                STOCHASTIC: tl.constexpr):  # fmt: skip
-    """Whole numbers of steps for both halves, the steps, and which blocks hold something that is not finite."""
+    """Whole numbers of steps for both halves, the steps, and a mask of blocks with non-finite values."""
     HALF: tl.constexpr = BLOCK // 2
     LIMIT: tl.constexpr = 127.0 if BITS == 8 else 7.0
-    # As integers absolute values keep their order, with infinity and then NaN at the top.
+    # As integers, absolute values keep their order, with infinity and then NaN at the top.
     largest = tl.maximum(
         tl.max(low.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), tl.max(high.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     )
     bad = (largest >= 0x7F800000)[:, None]
     step = tl.div_rn(largest.to(tl.float32, bitcast=True)[:, None], tl.full([ROWS, 1], LIMIT, tl.float32))
     empty = bad | (step < 1e-42)
-    # Where 1 / step would be infinite, values and step are raised by 2 ** 64 first, which is exact.
+    # Where 1 / step would be infinite, values and step are first multiplied by 2 ** 64, which is exact.
     raised = tl.where(step < 1e-37, 18446744073709551616.0, 1.0)
     inverse = tl.div_rn(tl.full([ROWS, 1], 1.0, tl.float32), tl.where(empty, 1.0, step * raised))
     low_noise, high_noise = low, high
     if STOCHASTIC:
-        # Sixteen bits for either half out of one draw.
+        # One draw gives sixteen bits for each half.
         number = (first * HALF + tl.arange(0, ROWS)[:, None] * HALF + tl.arange(0, HALF)[None, :]).to(tl.uint32)
         drawn = tl.randint(tl.load(seed), number)
         low_noise = (drawn & 0xFFFF).to(tl.float32) * (1 / 65536) + 1 / 131072
@@ -128,7 +128,7 @@ def _quantised(low, high, seed, first, BITS: tl.constexpr, BLOCK: tl.constexpr, 
 @triton.jit
 def _store_payload(payload, low, high, step, first, blocks, BITS: tl.constexpr, BLOCK: tl.constexpr,
                    ROWS: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    """The tile's bytes and steps."""
+    """Store the bytes and steps of a tile."""
     HALF: tl.constexpr = BLOCK // 2
     BYTES: tl.constexpr = BLOCK * BITS // 8
     pointer = _packed_pointer(payload, first, BYTES) + _places(ROWS, HALF, BYTES)
@@ -152,7 +152,7 @@ def _store_payload(payload, low, high, step, first, blocks, BITS: tl.constexpr, 
 def _encode_tile(values, residual, payload, seed, first, left, blocks, BITS: tl.constexpr, BLOCK: tl.constexpr,
                  ROWS: tl.constexpr, FEEDBACK: tl.constexpr, STOCHASTIC: tl.constexpr,
                  WHOLE: tl.constexpr):  # fmt: skip
-    """Values and residual in, bytes and what they lost out."""
+    """Encode values plus residual, and store the error as the new residual."""
     HALF: tl.constexpr = BLOCK // 2
     place = _places(ROWS, HALF, BLOCK)
     low = _read(values, place, left, WHOLE)
@@ -173,7 +173,7 @@ def _encode_tile(values, residual, payload, seed, first, left, blocks, BITS: tl.
 @triton.jit(do_not_specialize=("count", "blocks"))
 def _encode_kernel(values, residual, payload, seed, count, blocks, BITS: tl.constexpr, BLOCK: tl.constexpr,
                    ROWS: tl.constexpr, FEEDBACK: tl.constexpr, STOCHASTIC: tl.constexpr):  # fmt: skip
-    """A program encodes some blocks; without a mask, where there are that many, so that loads are 128 bits wide."""
+    """Encode some blocks; without a mask if the tile is full, so that loads are 128 bits wide."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     start = first * BLOCK
     left = count - start
@@ -189,7 +189,7 @@ def _encode_kernel(values, residual, payload, seed, count, blocks, BITS: tl.cons
 def _reduce_tile(payloads, residual, payload, seed, first, left, blocks, row_bytes, WORLD: tl.constexpr,
                  BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FEEDBACK: tl.constexpr,
                  STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    """The mean of all ranks' tiles, encoded anew."""
+    """Encode the mean of all ranks' tiles."""
     HALF: tl.constexpr = BLOCK // 2
     SHARE: tl.constexpr = 1.0 / WORLD
     low, high = _decoded(payloads, first, blocks, SHARE, BITS, BLOCK, ROWS, WHOLE)
@@ -213,7 +213,7 @@ def _reduce_tile(payloads, residual, payload, seed, first, left, blocks, row_byt
 def _reduce_kernel(payloads, residual, payload, seed, count, blocks, row_bytes, WORLD: tl.constexpr,
                    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FEEDBACK: tl.constexpr,
                    STOCHASTIC: tl.constexpr):  # fmt: skip
-    """A program reduces some blocks of all ranks."""
+    """Reduce some blocks of all ranks."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     start = first * BLOCK
     left = count - start
@@ -229,7 +229,7 @@ def _reduce_kernel(payloads, residual, payload, seed, count, blocks, row_bytes, 
 @triton.jit
 def _decode_tile(payload, out, first, left, blocks, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
                  ADD: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    """Bytes to values."""
+    """Decode the bytes of a tile into values."""
     HALF: tl.constexpr = BLOCK // 2
     place = _places(ROWS, HALF, BLOCK)
     low, high = _decoded(payload, first, blocks, 1.0, BITS, BLOCK, ROWS, WHOLE)
@@ -243,7 +243,7 @@ def _decode_tile(payload, out, first, left, blocks, BITS: tl.constexpr, BLOCK: t
 @triton.jit(do_not_specialize=("count", "blocks"))
 def _decode_kernel(payload, out, count, blocks, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
                    ADD: tl.constexpr):  # fmt: skip
-    """A program decodes some blocks."""
+    """Decode some blocks."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     start = first * BLOCK
     left = count - start
@@ -254,14 +254,14 @@ def _decode_kernel(payload, out, count, blocks, BITS: tl.constexpr, BLOCK: tl.co
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Launches go to this device; on the CPU, where triton only interprets, there is nothing to choose."""
+    """Launch on this device; a no-op on the CPU, where triton only interprets."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _launch(
     kernel: Any, arguments: tuple[Any, ...], device: torch.device, blocks: int, block: int, **settings: Any
 ) -> None:
-    """One program for `VALUES_PER_PROGRAM` values, on the device where they are."""
+    """Launch one program per `VALUES_PER_PROGRAM` values, on the device of the values."""
     rows = max(1, VALUES_PER_PROGRAM // block)
     with on(device):
         kernel[(triton.cdiv(blocks, rows),)](
@@ -270,10 +270,10 @@ def _launch(
 
 
 def seed_from(draw: torch.Generator | None, device: torch.device) -> Tensor:
-    """A number from the generator as a tensor on the device, without waiting for it; None is torch's own there.
+    """Draw a seed as a tensor on the device, without waiting for it; None: torch's default generator there.
 
-    A generator of the host gives it as an argument of a fill, so in a CUDA graph it stays what it was at the capture;
-    one of the device is drawn from in every replay, if it is registered with the graph.
+    A host generator's number is the argument of a fill, so in a CUDA graph it stays what it was at capture; a device
+    generator is drawn from in every replay, if it is registered with the graph.
     """
     if draw is None:
         return torch.randint(2**31, (1,), device=device)
@@ -286,7 +286,7 @@ def seed_from(draw: torch.Generator | None, device: torch.device) -> Tensor:
 def encode(
     values: Tensor, payload: Tensor, residual: Tensor | None, bits: int, block: int, seed: Tensor | None
 ) -> None:
-    """`Quantizer.encode` in one pass; `seed`, one int64 on the device, for stochastic rounding."""
+    """`Quantizer.encode` in one pass; `seed`, one int64 on the device, is for stochastic rounding."""
     count = values.numel()
     if count:
         blocks = triton.cdiv(count, block)
@@ -321,5 +321,5 @@ def decode(payload: Tensor, out: Tensor, bits: int, block: int, add: bool = Fals
 
 
 def try_out(device: torch.device) -> None:
-    """Compile and launch one kernel; raises what triton raises where it cannot."""
+    """Compile and launch one kernel; raises triton's error if that fails."""
     decode(torch.zeros(260, dtype=torch.uint8, device=device), torch.empty(256, device=device), 8, 256)

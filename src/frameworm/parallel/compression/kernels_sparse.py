@@ -1,10 +1,10 @@
-"""The passes of top-k in triton; imported late, where there is a GPU and triton.
+"""The passes of top-k in triton; imported only if there are a GPU and triton.
 
 A group is a column of the values laid out in rows of `columns`, an odd number: neighbouring threads take neighbouring
-columns, and a program holds its columns whole.
+columns, and a program holds complete columns.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803 (in triton, what is known when compiling is written in capitals)
+# ruff: noqa: N803 (in triton, compile-time constants are written in capitals)
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from frameworm.parallel.compression.kernels import on
 
 VALUES_PER_PROGRAM = 4096
 VALUES_PER_THREAD = 8
-_FEWEST_COLUMNS = 32  # of a program: a warp reads as many neighbours
-_DECODED_COLUMNS = 256  # of a program, a thread each
+_FEWEST_COLUMNS = 32  # per program, one for each thread of a warp
+_DECODED_COLUMNS = 256  # per program, one per thread
 
 
 @triton.jit
 def _index_pointer(payload, columns, WIDE: tl.constexpr):
-    """The indices, behind the 16-bit values."""
+    """Pointer to the indices, which follow the 16-bit values."""
     return (payload + columns.to(tl.int64) * 2).to(tl.pointer_type(tl.uint16 if WIDE else tl.uint8))
 
 
 @triton.jit(do_not_specialize=("count", "columns", "padding"))
 def _encode_kernel(values, residual, payload, count, columns, padding, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
                    WIDE: tl.constexpr, LONG: tl.constexpr, FEEDBACK: tl.constexpr):  # fmt: skip
-    """A program finds the largest of each of its columns, sends it and keeps the rest."""
+    """Send the largest value of each column and keep the rest as residual."""
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     row = tl.arange(0, HEIGHT)
     inside = column < columns
@@ -38,14 +38,15 @@ def _encode_kernel(values, residual, payload, count, columns, padding, HEIGHT: t
     total = tl.load(values + place, mask=there, other=0.0).to(tl.float32)
     if FEEDBACK:
         total += tl.load(residual + place, mask=there, other=0.0)
-    # As integers absolute values keep their order, with infinity and then NaN at the top; the lowest bits are the row.
+    # As integers, absolute values keep their order, with infinity and then NaN at the top; the lowest bits hold the
+    # row.
     magnitude = total.to(tl.int32, bitcast=True) & (0x7FFF0000 if WIDE else 0x7FFFFF00)
     key = tl.max(tl.where(there, magnitude | row[:, None], 0), 0)
     chosen = key & (0xFFFF if WIDE else 0xFF)
     bad = key >= 0x7F800000
     kept = there & (row[:, None] == chosen[None, :])
     bits = tl.sum(tl.where(kept, total.to(tl.int32, bitcast=True), 0), 0)
-    # To bf16, half to even; what would become infinite becomes the largest finite number.
+    # To bf16, half to even; values that would round to infinity become the largest finite number.
     rounded = ((bits & 0x7FFFFFFF) + 0x7FFF + ((bits >> 16) & 1)) >> 16
     rounded = tl.where(bad, 0x7FC0, tl.minimum(rounded, 0x7F7F) | ((bits >> 16) & 0x8000))
     tl.store(payload.to(tl.pointer_type(tl.uint16)) + column, rounded.to(tl.uint16), mask=inside)
@@ -62,7 +63,7 @@ def _encode_kernel(values, residual, payload, count, columns, padding, HEIGHT: t
 
 @triton.jit
 def _kept(payload, column, inside, columns, WIDE: tl.constexpr):
-    """Values as fp32 and their rows."""
+    """The kept values as fp32, and their rows."""
     bits = tl.load(payload.to(tl.pointer_type(tl.uint16)) + column, mask=inside, other=0).to(tl.int32) << 16
     index = tl.load(_index_pointer(payload, columns, WIDE) + column, mask=inside, other=0).to(tl.int32)
     return bits.to(tl.float32, bitcast=True), index
@@ -70,7 +71,7 @@ def _kept(payload, column, inside, columns, WIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=("count", "columns"))
 def _decode_kernel(payload, out, count, columns, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
-    """Every value is written once: what was sent, or 0."""
+    """Write every value once: the one that was sent, or 0."""
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     inside = column < columns
     value, index = _kept(payload, column, inside, columns, WIDE)
@@ -84,7 +85,7 @@ def _decode_kernel(payload, out, count, columns, ROWS: tl.constexpr, WIDTH: tl.c
 
 @triton.jit(do_not_specialize=("count", "columns"))
 def _decode_add_kernel(payload, total, count, columns, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
-    """Adds what was sent where it belongs; no two values of a payload belong to one place."""
+    """Add the sent values at their places, which are all different."""
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     inside = column < columns
     value, index = _kept(payload, column, inside, columns, WIDE)

@@ -1,4 +1,4 @@
-"""What each method promises on this network and this machine, before any has run: for `auto` to pick its racers."""
+"""Predictions for each method on this network and machine before any has run, for `auto` to pick its candidates."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from frameworm.parallel.compression.registry import make_codec
 from frameworm.parallel.network.probe import quick_probe
 from frameworm.scaling.network import NetworkModel, bus_share
 
-SAMPLE = 2**20  # values that the codecs are timed on
+SAMPLE = 2**20  # values used to time the codecs
 REPETITIONS = 3
 _FP32_BYTES, _HALF_BYTES = 4, 2
 
 
-def look_around(model: nn.Module, device: torch.device, hidden_s: float, ratio: float, powersgd_rank: int) -> Outlook:
+def outlook_of(model: nn.Module, device: torch.device, hidden_s: float, ratio: float, powersgd_rank: int) -> Outlook:
     """Probe the network and time the codecs; all ranks call it at the same time.
 
     Args:
-        model: Whose gradients are to be sent.
-        device: Where they are.
-        hidden_s: From the first bucket to the last in a step: sending can hide behind that much computing.
-        ratio: Share of the values that topk keeps.
+        model: The model whose gradients are to be sent.
+        device: The device of the gradients.
+        hidden_s: Seconds from the first bucket to the last in a step, with which sending can overlap.
+        ratio: Fraction of the values that topk keeps.
         powersgd_rank: Columns of powersgd's matrices.
     """
     parameters = [item for item in model.parameters() if item.requires_grad]
@@ -54,7 +54,7 @@ def look_around(model: nn.Module, device: torch.device, hidden_s: float, ratio: 
 
 
 def _wire_s(method: str, network: NetworkModel, count: int, ratio: float) -> float:
-    """Seconds on the wire alone."""
+    """Seconds spent on the wire, without the codec."""
     if method in ("fp16", "bf16"):
         return network.seconds("all_reduce", _HALF_BYTES * count)
     codec = make_codec(method, ratio=ratio)
@@ -65,7 +65,7 @@ def _wire_s(method: str, network: NetworkModel, count: int, ratio: float) -> flo
 
 
 def _exchange_s(collective: str, network: NetworkModel, size_bytes: int) -> float:
-    """Seconds of an exchange as the hook does it: on gloo in pairs, in both directions of the links at once."""
+    """Seconds of an exchange as the hook does it: on gloo in pairs, using both directions of the links at once."""
     bytes_per_s = network.bus_bytes_per_s()
     if network.backend != "gloo" or not bytes_per_s:
         return network.seconds(collective, size_bytes)
@@ -73,7 +73,7 @@ def _exchange_s(collective: str, network: NetworkModel, size_bytes: int) -> floa
 
 
 def matrix_values(parameters: list[nn.Parameter], rank: int) -> tuple[int, int]:
-    """Values of powersgd's two exchanges; what is no matrix goes whole with the first."""
+    """Values of powersgd's two exchanges; parameters that are not matrices are sent uncompressed with the first."""
     left = right = 0
     for parameter in parameters:
         if parameter.dim() < 2:
@@ -91,7 +91,7 @@ def matrix_values(parameters: list[nn.Parameter], rank: int) -> tuple[int, int]:
 def codec_costs(
     device: torch.device, count: int, world_size: int, ratio: float, powersgd_rank: int
 ) -> dict[str, float]:
-    """Seconds that coding and decoding of all gradients take on this machine, by method; timed on a sample."""
+    """Seconds to encode and decode all gradients on this machine, by method; extrapolated from a sample."""
     sample = min(max(count, 1), SAMPLE)
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(sample, generator=generator).to(device)
@@ -110,7 +110,7 @@ def codec_costs(
 
 
 def _coding(codec: Codec, values: Tensor, world_size: int) -> Callable[[], object]:
-    """All that one rank does with its gradients."""
+    """A function that does one rank's coding work for its gradients."""
     count = values.numel()
     residual = torch.zeros(count, device=values.device)
     payload = torch.empty(codec.encoded_bytes(count), dtype=torch.uint8, device=values.device)
@@ -154,7 +154,7 @@ def _low_rank(values: Tensor, rank: int) -> Callable[[], object]:
 
 
 def _seconds(device: torch.device, action: Callable[[], object]) -> float:
-    """The fastest of a few; the first call only warms up."""
+    """The fastest of a few runs after one warm-up."""
     best = float("inf")
     for number in range(REPETITIONS + 1):
         _wait(device)

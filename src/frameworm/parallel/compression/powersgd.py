@@ -1,7 +1,7 @@
-"""PowerSGD (Vogels et al. 2019): each gradient matrix M goes as two thin ones, P = MQ and Q = MᵀP, both averaged.
+"""PowerSGD (Vogels et al. 2019): each gradient matrix M is sent as two thin ones, P = MQ and Q = MᵀP, both averaged.
 
-A step is one power iteration from the last step's Q, and what PQᵀ misses of M stays in the residual. Torch's own hook
-chains futures, which issue their collectives in an order that differs between ranks; here `pipeline` issues them.
+A step is one power iteration from the last step's Q, and the residual keeps the error of PQᵀ. Torch's own hook chains
+futures, which issue their collectives in an order that differs between ranks; here `pipeline` issues them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from frameworm.parallel.compression.exchange import Parcel, Scratch
 from frameworm.parallel.compression.pipeline import Stages, Wire
 from frameworm.parallel.compression.residuals import Named
 
-WORTH_FACTOR = 2  # a matrix is compressed when that makes it this much smaller at least
-DEPENDENT = 1e-5  # a column of which less than this is left, once its part along the others is taken out, is rounding
+WORTH_FACTOR = 2  # a matrix is compressed if that makes it smaller by at least this factor
+DEPENDENT = 1e-5  # if less than this fraction of a column remains after orthogonalisation, it is rounding error
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class _Plan:
     """How one bucket is sent.
 
     Attributes:
-        matrices: Of each that is compressed: name, slice of the bucket, rows, columns.
-        plain: The slices that are sent as they are.
+        matrices: For each compressed matrix: name, slice of the bucket, rows, columns.
+        plain: The slices that are sent uncompressed.
     """
 
     matrices: list[tuple[str, slice, int, int]]
@@ -40,7 +40,7 @@ class PowerSGD:
     Args:
         named: The model's parameters.
         rank: Columns of P and Q.
-        seed: Of the first Q, which all ranks must draw alike.
+        seed: Seed of the first Q, which must be the same on all ranks.
     """
 
     def __init__(self, named: Named, rank: int, seed: int) -> None:
@@ -51,7 +51,7 @@ class PowerSGD:
         self._plans: dict[tuple[str, ...], _Plan] = {}
 
     def stages(self, parcel: Parcel, wire: Wire, scratch: Scratch) -> Stages:
-        """The mean of a bucket, approximately."""
+        """Compute the approximate mean of a bucket."""
         values, residual, device = parcel.values, parcel.residual, parcel.values.device
         plan = self._plan(parcel.names)
         in_place = values.dtype == torch.float32
@@ -85,11 +85,11 @@ class PowerSGD:
 
             good &= torch.isfinite(second).all()
             for (name, *_), right, old in zip(plan.matrices, rights, old_rights):
-                self._right[name] = _next_right(right, old, good)
+                self._right[name].copy_(_next_right(right, old, good))  # in place, for CUDA graphs
             self._finish_matrices(plan, matrices, list(zip(lefts, rights)), residual, good)
         for span, place in zip(plan.plain, plain):
             wanted[span].copy_(place)
-            if residual is not None:  # left by another method; it has been sent now
+            if residual is not None:  # left over from another method, and sent now
                 _keep_unless(good, residual[span], torch.zeros_like(place))
         return values if in_place else values.copy_(wanted)
 
@@ -98,7 +98,7 @@ class PowerSGD:
         return {name: right.detach().cpu().clone() for name, right in self._right.items()}
 
     def load(self, saved: dict[str, Tensor]) -> list[str]:
-        """Go on with saved ones; returns what does not fit."""
+        """Restore saved matrices; returns notes about those that do not fit."""
         self._right.clear()
         misfits = []
         for name, right in saved.items():
@@ -110,10 +110,11 @@ class PowerSGD:
                 self._right[name] = right.to(parameter.device, copy=True)
         if not misfits:
             return []
-        return [f"PowerSGD starts anew for {len(misfits)} parameters that had another shape or rank ({misfits[0]})"]
+        what = f"{len(misfits)} parameters that had another shape or rank ({misfits[0]})"
+        return [f"PowerSGD starts from random matrices for {what}"]
 
     def clear(self) -> None:
-        """Start from random matrices again."""
+        """Start again from random matrices."""
         self._right.clear()
 
     def _plan(self, names: tuple[str, ...]) -> _Plan:
@@ -133,7 +134,7 @@ class PowerSGD:
         return plan
 
     def _starting(self, name: str, columns: int, device: torch.device) -> Tensor:
-        """Q to start from, with orthonormal columns."""
+        """The Q to start from, with orthonormal columns."""
         right = self._right.get(name)
         if right is None:
             draw = torch.Generator().manual_seed(self._seed * 1_000_003 + self._named.position(name))
@@ -151,8 +152,8 @@ class PowerSGD:
         residual: Tensor | None,
         good: Tensor,
     ) -> None:
-        """Put PQᵀ where M was and what it misses into the residual; a bad step becomes NaN and leaves nothing."""
-        # On the CPU asking costs nothing and saves a pass over the bucket.
+        """Write PQᵀ over M and its error into the residual; a non-finite step becomes NaN and leaves no error."""
+        # On the CPU the check costs nothing and saves a pass over the bucket.
         known_good = good.device.type == "cpu" and bool(good)
         for (_, span, rows, columns), matrix, (left, right) in zip(plan.matrices, matrices, factors):
             if residual is not None:
@@ -171,18 +172,18 @@ def orthogonalize(columns: Tensor) -> None:
     tiny = torch.finfo(columns.dtype).tiny
     for index in range(columns.shape[1]):
         column, before = columns[:, index : index + 1], columns[:, :index]
-        # First to a size whose square neither vanishes nor overflows.
+        # Scale first, so that the square neither vanishes nor overflows.
         column.div_(column.abs().amax().clamp_min(tiny))
         whole = torch.linalg.vector_norm(column)
-        for _ in range(2 if index else 0):  # once leaves rounding errors along the others where little remains
+        for _ in range(2 if index else 0):  # a single pass leaves rounding errors if little remains
             column.sub_(before @ (before.t() @ column))
         rest = torch.linalg.vector_norm(column)
-        # Blown up to length one, such a rest would add its direction's gradient a second time.
+        # Normalised to length one, such a remainder would add the gradient of its direction a second time.
         column.mul_(torch.where(rest <= DEPENDENT * whole, 0.0, 1.0 / rest.clamp_min(tiny)))
 
 
 def _next_right(right: Tensor, old: Tensor, good: Tensor) -> Tensor:
-    """Q for the next step; a column without gradient keeps its direction, or it could never find one again."""
+    """Q for the next step; a column without gradient keeps its direction, since it could not recover from zero."""
     alive = right.abs().amax(0, keepdim=True) > 0
     return torch.where(alive & good, right, old)
 
@@ -198,7 +199,7 @@ def _matrix_shape(shape: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _split(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> Iterator[Tensor]:
-    """Views of these shapes, one after the other."""
+    """Consecutive views of these shapes."""
     begin = 0
     for shape in shapes:
         count = math.prod(shape)

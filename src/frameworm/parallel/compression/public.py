@@ -1,4 +1,4 @@
-"""Compression for a training loop of one's own: on a DDP model, or with a model to be wrapped."""
+"""Compression for users' own training loops: on a DDP model, or on a model to be wrapped."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from frameworm.errors import ConfigError, EnvironmentSetupError, ModelError
 from frameworm.parallel.compression import hook
 from frameworm.parallel.compression.compressor import GradientCompressor
 from frameworm.parallel.compression.control import CompressionControl
+from frameworm.parallel.compression.registry import registered_codecs
 from frameworm.records.observations import Compression
 
 METHODS = ("auto", *(method for method in hook.METHODS if method != hook.OFF))
 
 
 class EnabledCompression:
-    """What `enable_gradient_compression` put in place; keep its `state_dict` in your checkpoints."""
+    """What `enable_gradient_compression` set up; store its `state_dict` in your checkpoints."""
 
     def __init__(self, control: CompressionControl) -> None:
         self._control = control
@@ -29,27 +30,27 @@ class EnabledCompression:
 
     @property
     def method(self) -> str:
-        """The method in use; with `auto` it may change in the first steps."""
+        """The current method; with `auto` it may change in the first steps."""
         return self._control.hook.method
 
     def describe(self) -> Compression:
-        """Method, bytes, and what `auto` weighed."""
+        """The method, the bytes, and what `auto` considered."""
         return self._control.describe()
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank must remember: what compression still owes each parameter."""
+        """The state that this rank must save, including the compression error of each parameter."""
         return {**self._control.state_dict(), "world_size": dist.get_world_size()}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Go on with what `state_dict` gave; returns what you should know about it."""
+        """Restore a state from `state_dict`; returns notes for you."""
         return self._control.load_state_dict(state, int(state["world_size"]))
 
     def close(self) -> None:
-        """End the thread that sends; the model cannot be trained any more."""
+        """Stop the sending thread; the model can no longer be trained."""
         self._control.close()
 
     def send(self, state: Any, bucket: Any) -> Any:
-        """DDP's hook. A step is over when the next one sends its first bucket."""
+        """DDP's hook. A step counts as finished when the next one sends its first bucket."""
         if self._begins:
             self._begins = False
             self._control.after_step()
@@ -69,19 +70,22 @@ def enable_gradient_compression(
     error_feedback: bool = True,
     allow_approximate: bool = False,
 ) -> EnabledCompression:
-    """Make the gradients of a DDP model smaller on the wire.
+    """Compress the gradients that a DDP model sends.
 
-    Call it once, on all ranks, before the first backward pass. `Trainer` does it by itself (`parallel.compression`).
+    Call it once, on all ranks, before the first backward pass. `Trainer` does this itself (`parallel.compression`).
 
     Args:
-        ddp_model: Wrapped in DistributedDataParallel and without a communication hook so far.
-        rank: This process' rank; None asks the process group.
+        ddp_model: Wrapped in DistributedDataParallel, without a communication hook.
+        rank: This process's rank; None: ask the process group.
         method: One of auto, fp16, bf16, int8, int4, topk, powersgd.
-        compression_ratio: Share of the values that topk sends.
+        compression_ratio: Fraction of the values that topk sends.
         powersgd_rank: Rank of powersgd's matrices.
-        rounding: nearest or stochastic, of int8 and int4.
-        error_feedback: Send in the next step what was lost in this one.
-        allow_approximate: Let auto also take topk and powersgd, which need more steps to learn the same.
+        rounding: nearest or stochastic, for int8 and int4.
+        error_feedback: Add the error of this step to the next.
+        allow_approximate: Let auto also choose topk and powersgd, which need more steps to reach the same loss.
+
+    Returns:
+        A handle with the method in use and the state for checkpoints.
 
     Raises:
         ModelError: The model is not a DDP model, or has a hook already.
@@ -92,13 +96,14 @@ def enable_gradient_compression(
             "gradient compression hooks into DistributedDataParallel, and got a plain "
             f"{type(ddp_model).__name__}: wrap it first, or train with Trainer and parallel.compression"
         )
-    if method not in METHODS:
-        raise ConfigError(f"unknown compression method {method!r}; use one of {', '.join(METHODS)}")
+    methods = (*METHODS, *registered_codecs())
+    if method not in methods:
+        raise ConfigError(f"unknown compression method {method!r}; use one of {', '.join(methods)}")
     if rank is not None and rank != dist.get_rank():
         raise ConfigError(f"rank {rank} was given, but this process is rank {dist.get_rank()} of its group")
     settings = ParallelConfig.model_validate(
         {
-            "compression": method,
+            "compression": method if method in METHODS else "off",  # a registered codec cannot be named in a config
             "compression_ratio": compression_ratio,
             "powersgd_rank": powersgd_rank,
             "rounding": rounding,
@@ -107,6 +112,7 @@ def enable_gradient_compression(
         }
     )
     device = next(ddp_model.parameters()).device
+    settings = settings.model_copy(update={"compression": method})
     control = CompressionControl(settings, device, dist.get_rank(), dist.get_world_size())
     control.begin(ddp_model.module)
     enabled = EnabledCompression(control)
@@ -114,7 +120,7 @@ def enable_gradient_compression(
     def send(state: Any, bucket: Any) -> Any:
         return enabled.send(state, bucket)
 
-    send.__annotations__ = {}  # DDP compares annotations with classes, which postponed ones are not
+    send.__annotations__ = {}  # DDP compares annotations with classes; postponed ones are strings
     try:
         ddp_model.register_comm_hook(control.hook.early_shares(ddp_model), send)
     except RuntimeError as error:
@@ -127,15 +133,15 @@ class CompressedDDP(nn.Module):
     """A model in DDP whose gradients are compressed.
 
     Args:
-        model: On its device already.
-        compression_ratio: Share of the values that topk sends.
+        model: Already on its device.
+        compression_ratio: Fraction of the values that topk sends.
         method: As in `enable_gradient_compression`.
-        settings: More arguments of `enable_gradient_compression`.
+        **settings: More arguments of `enable_gradient_compression`.
 
     Attributes:
         ddp: The DistributedDataParallel around the model.
-        compression: What sends the gradients; keep its `state_dict` in your checkpoints.
-        compressor: A `GradientCompressor` of the same ratio, for tensors by themselves.
+        compression: Sends the gradients; store its `state_dict` in your checkpoints.
+        compressor: A `GradientCompressor` of the same ratio, for single tensors.
     """
 
     def __init__(
@@ -168,13 +174,13 @@ class CompressedDDP(nn.Module):
         return self.module
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The model's forward."""
+        """Run the model's forward pass."""
         return self.ddp(*inputs, **named)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Hold back the synchronisation of backward passes in this context."""
+        """Do not synchronise gradients of backward passes in this context."""
         return cast("AbstractContextManager[None]", self.ddp.no_sync())
 
     def backward_with_compression(self, loss: torch.Tensor) -> None:
-        """Backward; gradients are compressed, averaged over the ranks, and in place when it returns."""
+        """Run backward; when it returns, gradients are averaged over the ranks with compression."""
         loss.backward()

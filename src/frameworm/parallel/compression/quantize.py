@@ -1,18 +1,18 @@
-"""Gradients as small integers: one step size per block of neighbours, 8 or 4 bits per value.
+"""Gradients as small integers: one step size per block of consecutive values, 8 or 4 bits per value.
 
-Payload of `blocks` blocks, the last one filled up with zeros: first the integers, then one fp32 step per block.
+Payload of `blocks` blocks, the last one padded with zeros: first the integers, then one fp32 step per block.
 8 bits: an int8 per value. 4 bits: byte j of a block holds value j and value j + half a block (halves, not neighbours,
-so that packing reads and writes whole runs), as the signed number `first + 16 * second`, both -7 to 7.
+so that packing reads and writes contiguous runs), as the signed number `first + 16 * second`, both -7 to 7.
 
     step = largest magnitude of the block / 127 (or 7)
     integer = value / step, rounded half to even
     decoded = integer * step
 
-A step below 1e-42 is written as 0: such a block decodes to zeros, and the residual keeps it. A NaN step marks a block
-that held a NaN or an infinity.
+A step below 1e-42 is stored as 0: such a block decodes to zeros, and the residual keeps its values. A NaN step marks a
+block that held a NaN or an infinity.
 
-On a GPU with triton every method is one kernel (kernels.py). Elsewhere the passes work on a part of the values at a
-time, in buffers that are made once.
+On a GPU with triton every method is one kernel (kernels.py). Elsewhere values are processed in chunks, in buffers that
+are allocated once.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from frameworm.parallel.compression.codecs import CHUNK_VALUES, ROUNDINGS, Codec
 
 _STEP_BYTES = 4
 _BLOCK_SIZES = {8: 256, 4: 128}
-# A smaller step is a subnormal number too coarse to divide by.
+# A smaller step is a subnormal number, too coarse to divide by.
 SMALLEST_STEP = 1e-42
-# From here on 1 / step is finite and multiplying by it is as good as dividing, and three times as fast.
+# From here on 1 / step is finite, and multiplying by it is as accurate as dividing and three times as fast.
 _SMALLEST_INVERTIBLE_STEP = 1e-37
 _LARGEST_STEP = torch.finfo(torch.float32).max
 
 
 class _Chunk(NamedTuple):
-    """A part of the values that is worked on at once, and its blocks."""
+    """A range of values that is processed at once, and its blocks."""
 
     start: int
     stop: int
@@ -51,7 +51,7 @@ class Quantizer(Codec):
     Args:
         bits: 8 or 4.
         block_size: Values that share a step; even. None: 256 for 8 bits, 128 for 4.
-        rounding: "nearest", or "stochastic", which is right on average.
+        rounding: "nearest", or "stochastic", which is unbiased.
     """
 
     def __init__(self, bits: int, block_size: int | None = None, rounding: str = "nearest") -> None:
@@ -59,7 +59,7 @@ class Quantizer(Codec):
         if bits not in _BLOCK_SIZES:
             raise ConfigError(f"a gradient can be quantized to 8 or 4 bits, not {bits}")
         if rounding not in ROUNDINGS:
-            raise ConfigError(f"there is no rounding {rounding!r}: use one of {', '.join(ROUNDINGS)}")
+            raise ConfigError(f"unknown rounding {rounding!r}: use one of {', '.join(ROUNDINGS)}")
         self.name = f"int{bits}"
         self.bits = bits
         self.levels = 127 if bits == 8 else 7
@@ -154,11 +154,11 @@ class Quantizer(Codec):
         """Encode the mean of all ranks' payloads.
 
         Args:
-            payloads: uint8, one row of `encoded_bytes(count)` per rank; they are added up in this order, in fp32.
+            payloads: uint8, one row of `encoded_bytes(count)` per rank; added up in this order, in fp32.
             payload: uint8, receives the encoded mean.
             count: Number of values in each payload.
-            residual: fp32, `count` long: the owner's part of its residual. It grows by world size x what the second
-                rounding lost, so that the owner's next contribution brings exactly that back into the mean.
+            residual: fp32, `count` long: the owner's part of its residual. It grows by world size x the error of
+                the second rounding, so that the owner's next contribution brings exactly that back into the mean.
             draw: As in `encode`.
         """
         if self._by_kernel(payload, count) and kernels_take(payloads):
@@ -169,7 +169,7 @@ class Quantizer(Codec):
             return
         world_size = payloads.size(0)
         rows = [self._parts(aligned(row), count) for row in payloads]
-        # Scaled before they are added, huge values do not overflow in the sum.
+        # Scaled before they are added, so that huge values do not overflow in the sum.
         shares = [steps * (1 / world_size) for _, steps in rows]
         written = aligned(payload)
         packed, steps = self._parts(written, count)
@@ -196,7 +196,7 @@ class Quantizer(Codec):
     def _quantize(
         self, total: Tensor, packed: Tensor, steps: Tensor, noise: np.random.BitGenerator | torch.Generator | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Write integers and steps of whole blocks; also the integers as fp32, and which blocks are not finite."""
+        """Write integers and steps of whole blocks; returns the integers as fp32 and a mask of non-finite blocks."""
         scaled = self._scratch("scaled", total.numel(), total, torch.float32).view_as(total)
         torch.abs(total, out=scaled)
         torch.amax(scaled, 1, out=steps)
@@ -247,10 +247,10 @@ class Quantizer(Codec):
         return flat.view(-1, 2, self.granularity // 2)
 
     def _noise(self, like: Tensor, draw: torch.Generator | None) -> np.random.BitGenerator | torch.Generator | None:
-        """What stochastic rounding draws from in this call."""
+        """The random source of stochastic rounding in this call."""
         if self.rounding != "stochastic" or like.is_cuda:
             return draw
-        # torch's own draw on a CPU takes longer than all the rest of the codec; numpy's 16 bits per value do not.
+        # On a CPU torch's generator takes longer than the rest of the codec; numpy's 16 bits per value do not.
         return np.random.SFC64(int(torch.randint(2**62, (), generator=draw)))
 
     def _uniform(self, like: Tensor, noise: np.random.BitGenerator | torch.Generator | None) -> Tensor:
@@ -263,13 +263,13 @@ class Quantizer(Codec):
         return uniform.copy_(sixteen_bits).add_(32768.5).mul_(2.0**-16).view_as(like)
 
     def _by_kernel(self, payload: Tensor, count: int) -> bool:
-        """Whether a kernel does the work; one holds blocks of a power of two."""
+        """Whether a kernel is used; it requires blocks of a power of two."""
         assert payload.dtype == torch.uint8, payload.dtype
         assert payload.numel() == self.encoded_bytes(count), (payload.numel(), self.encoded_bytes(count))
         return self.granularity & (self.granularity - 1) == 0 and self.granularity <= 2048 and kernels_take(payload)
 
     def _seed(self, like: Tensor, draw: torch.Generator | None) -> Tensor | None:
-        """For a kernel: what stochastic rounding draws from in this call."""
+        """The seed of stochastic rounding for a kernel."""
         from frameworm.parallel.compression import kernels
 
         return kernels.seed_from(draw, like.device) if self.rounding == "stochastic" else None
@@ -288,19 +288,19 @@ class Quantizer(Codec):
 
     def _chunks(self, like: Tensor, count: int | None = None) -> Iterator[_Chunk]:
         count = like.numel() if count is None else count
-        # A GPU has no use for small chunks, and a launch per pass and chunk would cost more than the work.
+        # On a GPU a launch per pass and chunk would cost more than small chunks gain.
         per_chunk = self._blocks(count) if like.is_cuda else max(1, CHUNK_VALUES // self.granularity)
         for first in range(0, self._blocks(count), max(1, per_chunk)):
             last = min(first + per_chunk, self._blocks(count))
             yield _Chunk(first * self.granularity, min(last * self.granularity, count), first, last)
 
     def _matrix(self, name: str, chunk: _Chunk, like: Tensor) -> Tensor:
-        """Working memory for the blocks of a chunk, one per row."""
+        """Scratch memory for the blocks of a chunk, one per row."""
         size = (chunk.last_block - chunk.first_block) * self.granularity
         return self._scratch(name, size, like, torch.float32).view(-1, self.granularity)
 
     def _zero_filled(self, name: str, chunk: _Chunk, like: Tensor) -> Tensor:
-        """The same, zero behind the values of the chunk."""
+        """Like `_matrix`, with zeros after the values of the chunk."""
         matrix = self._matrix(name, chunk, like)
         matrix.view(-1)[chunk.stop - chunk.start :].zero_()
         return matrix

@@ -1,7 +1,7 @@
-"""What compression left out of each parameter's gradient, to be sent with the next one.
+"""The compression error of each parameter's gradient, to be sent with the next one.
 
-A residual belongs to a parameter and lies where its bucket lies: one flat tensor per bucket, a slice per parameter.
-When DDP divides the parameters into other buckets, the slices move.
+A residual belongs to a parameter but is stored per bucket: one flat tensor per bucket, with a slice per parameter. When
+DDP changes its buckets, the slices move.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+
+from frameworm.torch_private.tensors import foreach_mul_
 
 Scale = Tensor | float | None
 
@@ -20,22 +22,22 @@ class Named:
     def __init__(self, model: nn.Module) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
-        # A compiled module's names have a part more; a checkpoint is to fit with and without.
+        # Compiled modules have an extra part in their names; a checkpoint should fit both kinds.
         found = [(name.replace("_orig_mod.", ""), item) for name, item in model.named_parameters()]
         self._names = {id(item): name for name, item in found}
         self._positions = {id(item): position for position, (_, item) in enumerate(found)}
         self.parameters = dict(found)
 
     def name(self, parameter: Tensor) -> str:
-        """Of a parameter of the model."""
+        """The name of a parameter."""
         return self._names[id(parameter)]
 
     def names(self, parameters: Iterable[Tensor]) -> tuple[str, ...]:
-        """Of several."""
+        """The names of several parameters."""
         return tuple(self._names[id(item)] for item in parameters)
 
     def position(self, name: str) -> int:
-        """The same number on all ranks."""
+        """The position of a parameter, equal on all ranks."""
         return self._positions[id(self.parameters[name])]
 
 
@@ -43,37 +45,42 @@ class Residuals:
     """The residuals of all parameters, fp32.
 
     Args:
-        named: Whose they are.
+        named: The parameters.
     """
 
     def __init__(self, named: Named) -> None:
         self._named = named
         self._flat: dict[tuple[str, ...], Tensor] = {}
         self._slices: dict[str, Tensor] = {}
-        self._scale: Tensor | float | None = None  # of the loss, when the residuals were last used
+        self._scale: Tensor | float | None = None  # loss scale when the residuals were last used
+        self._given: Scale = None  # kept alive while another stream may still read it
 
     def of(self, names: tuple[str, ...], device: torch.device) -> Tensor:
-        """The residual of a bucket that holds these parameters, one after the other."""
+        """The residual of a bucket that holds these parameters in this order."""
         flat = self._flat.get(names)
         if flat is None:
             flat = self._flat[names] = self._arrange(names, device)
         return flat
 
     def rescale(self, scale: Scale) -> None:
-        """Bring all residuals to the loss scale of the gradients that come; a device is not waited for."""
+        """Convert all residuals to the loss scale of the coming gradients, without waiting for a device."""
         new: Tensor | float = 1.0 if scale is None else scale
-        old, self._scale = self._scale, new
-        if old is None or not self._slices:
+        old, self._given = self._scale, scale
+        device = next((item.device for item in (new, old) if isinstance(item, Tensor) and item.is_cuda), None)
+        if device is None:
+            self._scale = new
+            if old is not None and self._slices and float(new) != float(old):
+                foreach_mul_(list(self._slices.values()), float(new) / float(old))
             return
-        on_device = any(isinstance(item, Tensor) and item.device.type != "cpu" for item in (old, new))
-        if not on_device:
-            ratio: Tensor | float = float(new) / float(old)
-            if ratio == 1.0:
-                return
-        else:
-            device = next(item.device for item in (new, old) if isinstance(item, Tensor) and item.is_cuda)
-            ratio = (torch.as_tensor(new, device=device) / torch.as_tensor(old, device=device)).reshape(())
-        torch._foreach_mul_(list(self._slices.values()), ratio)
+        # The last scale has fixed memory, which replays of a captured CUDA graph can read.
+        kept = _number_on(device, old)
+        if kept is None:
+            kept = torch.as_tensor(new if old is None else old, device=device, dtype=torch.float32).reshape(()).clone()
+        ratio = torch.as_tensor(new, device=device).reshape(()) / kept
+        if self._slices:
+            foreach_mul_(list(self._slices.values()), ratio)
+        kept.copy_(torch.as_tensor(new, device=device).reshape(()))
+        self._scale = kept
 
     def clear(self) -> None:
         """Forget everything."""
@@ -82,7 +89,7 @@ class Residuals:
         self._scale = None
 
     def state_dict(self) -> dict[str, object]:
-        """By parameter name, on the CPU."""
+        """The residuals by parameter name, on the CPU."""
         scale = self._scale
         return {
             "values": {name: item.detach().cpu().clone() for name, item in self._slices.items()},
@@ -90,7 +97,7 @@ class Residuals:
         }
 
     def load(self, values: dict[str, Tensor], scale: float | None) -> list[str]:
-        """Go on with saved ones; returns what does not fit."""
+        """Restore saved residuals; returns notes about those that do not fit."""
         self.clear()
         notes, unknown = [], []
         for name, value in values.items():
@@ -108,14 +115,19 @@ class Residuals:
         return notes
 
     def _arrange(self, names: Sequence[str], device: torch.device) -> Tensor:
-        """A flat tensor for these parameters, with what they had elsewhere."""
+        """A flat tensor for these parameters, filled with their existing residuals."""
         counts = [self._named.parameters[name].numel() for name in names]
         flat = torch.zeros(sum(counts), device=device)
         moved = set(names)
         for old in [old for old in self._flat if moved.intersection(old)]:
-            del self._flat[old]  # slices that have not moved yet keep it alive
+            del self._flat[old]  # slices that have not moved yet keep its memory alive
         for name, place in zip(names, flat.split(counts)):
             if name in self._slices:
                 place.copy_(self._slices[name])
             self._slices[name] = place
         return flat
+
+
+def _number_on(device: torch.device, number: Scale) -> Tensor | None:
+    """The number if it is a tensor on this device already."""
+    return number if isinstance(number, Tensor) and number.device == device else None

@@ -1,13 +1,13 @@
-"""The largest gradients only: one value of every group, with its place in the group.
+"""Top-k: send one value of every group, with its place in the group.
 
 Groups are strided over the whole tensor: with `columns` groups, group j holds the values j, j + columns, j + 2 columns
 and so on. Large gradients come in runs (the rows of an embedding that were used, one layer of many); in groups of
-neighbours a run would compete for few places while quiet groups send noise. One value per group is also what a single
-pass finds.
+neighbours a run would compete for few places while quiet groups send noise. One value per group can be found in a
+single pass.
 
-Payload: `columns` bf16 values, `columns` places (one byte each, two where a group has more than 256 values), zeros up
-to a multiple of 4. bf16, because gradients may lie anywhere between 1e-38 and 3e38 (loss scaling moves them) and what
-its rounding loses stays in the residual. A NaN value marks a group that held a NaN or an infinity.
+Payload: `columns` bf16 values, `columns` places (one byte each, two if a group has more than 256 values), zeros up to a
+multiple of 4. bf16, because gradients range from 1e-38 to 3e38 (loss scaling moves them) and the residual keeps its
+rounding error. A NaN value marks a group that held a NaN or an infinity.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from frameworm.parallel.compression.codecs import CHUNK_VALUES, Codec, aligned, 
 _LARGEST_VALUE = torch.finfo(torch.bfloat16).max
 _MAGNITUDE_BITS = 0x7FFFFFFF
 _LARGEST_GROUP = 65536
-_LARGEST_GROUP_OF_A_KERNEL = 512  # a larger one does not fit into the registers of a program
+_LARGEST_GROUP_OF_A_KERNEL = 512  # a larger one does not fit into a program's registers
 
 
 class TopK(Codec):
-    """One value of every group of about `1 / ratio`, in 3 bytes (4 where `ratio` is below 1/256).
+    """One value of every group of about `1 / ratio`, in 3 bytes (4 if `ratio` is below 1/256).
 
     Args:
-        ratio: Share of the values that is kept, 1/65536 to 1; the nearest `1 / whole number` is what is meant.
+        ratio: Fraction of the values to keep, 1/65536 to 1; rounded to the nearest `1 / integer`.
     """
 
     name = "topk"
@@ -79,7 +79,7 @@ class TopK(Codec):
             place = self._largest(total, grid.rest_in(start, stop))
             largest = total.gather(0, place[None])
             bad = ~torch.isfinite(largest)
-            # Only rounding to bf16 could make an infinity of a finite number.
+            # Clamped first: a large finite number must not round to infinity in bf16.
             sent = largest.clamp(-_LARGEST_VALUE, _LARGEST_VALUE).masked_fill_(bad, torch.nan).to(torch.bfloat16)
             kept[start:stop] = sent[0]
             places[start:stop] = place
@@ -112,22 +112,22 @@ class TopK(Codec):
             kernels_sparse.decode(payload, total, self.granularity, self.columns(total.numel()), add=True)
             return
         kept, targets = self._decoded(payload, total)
-        # No place occurs twice, so that this is the same sum in every run.
+        # No place occurs twice, so the result does not depend on the order of additions.
         total.scatter_add_(0, targets, kept.to(total.dtype))
         self._mark_bad(kept, total)
 
     def _by_kernel(self, payload: Tensor, count: int) -> bool:
-        """Whether a kernel does the work."""
+        """Whether a kernel is used."""
         assert payload.dtype == torch.uint8, payload.dtype
         assert payload.numel() == self.encoded_bytes(count), (payload.numel(), self.encoded_bytes(count))
         return self.granularity <= _LARGEST_GROUP_OF_A_KERNEL and kernels_take(payload)
 
     def _largest(self, total: Tensor, rest: int | None) -> Tensor:
-        """Row of the largest magnitude of each column; the last of equals. `rest`: values in the last row, if short."""
+        """Row of the largest magnitude per column, the last on ties. `rest`: values in the last row, if short."""
         place_mask = (1 << (8 * self.place_bytes)) - 1
         keys = self._scratch("keys", total.numel(), total, torch.int32).view_as(total)
-        # The magnitude as an integer orders as the number does; its lowest bits give way to the row, and one maximum
-        # finds both. A NaN or an infinity is larger than all else.
+        # As integers, magnitudes keep their order; the lowest bits are replaced by the row, so that a single maximum
+        # finds both. NaN and infinity are larger than everything else.
         torch.bitwise_and(total.view(torch.int32), _MAGNITUDE_BITS & ~place_mask, out=keys)
         keys.bitwise_or_(torch.arange(total.size(0), dtype=torch.int32, device=total.device)[:, None])
         if rest is not None:
@@ -135,7 +135,7 @@ class TopK(Codec):
         return keys.amax(0).bitwise_and_(place_mask).long()
 
     def _decoded(self, payload: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Kept values and where they belong."""
+        """The kept values and their places."""
         columns = self.columns(like.numel())
         kept, places = self._parts(aligned(payload), like.numel())
         targets = places.to(torch.int32) if self.place_bytes == 2 else places
@@ -162,7 +162,7 @@ class TopK(Codec):
 
 
 class _Grid:
-    """A flat tensor as rows of `columns` values, the last one short where it does not come out even."""
+    """A flat tensor as rows of `columns` values; the last row may be short."""
 
     def __init__(self, flat: Tensor, columns: int) -> None:
         self.full_rows = flat.numel() // columns if columns else 0
@@ -172,7 +172,7 @@ class _Grid:
         self.rows = self.full_rows + bool(self._rest.numel())
 
     def rest_in(self, start: int, stop: int) -> int | None:
-        """How many of the columns have a value in the short row; None without such a row."""
+        """How many of the columns have a value in the short row; None if there is no short row."""
         if self.rows == self.full_rows:
             return None
         return max(0, min(stop, self._rest.numel()) - start)
@@ -185,6 +185,6 @@ class _Grid:
 
 
 def _same_place(total: Tensor, grid: _Grid, number: int, part: Tensor) -> Tensor:
-    """Where in `total`, which has all rows, a part of the grid belongs."""
+    """The part of `total`, which has all rows, that corresponds to a part of the grid."""
     rows = total[grid.full_rows :] if number else total[: grid.full_rows]
     return rows[:, : part.size(1)]

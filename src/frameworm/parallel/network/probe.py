@@ -1,8 +1,8 @@
-"""Measuring the network between the actual ranks: collectives of many sizes, within a budget of time.
+"""Measure the network between the actual ranks: collectives of many sizes, within a time budget.
 
-A repetition is a barrier, one collective, and the slowest rank's time for it. Sizes and collectives take turns, so that
-a disturbance hits all of them alike, and medians are taken. All ranks must do the same, so what depends on the clock is
-decided by rank 0's.
+A repetition is a barrier and one collective, and counts the slowest rank's time. Sizes and collectives are interleaved,
+so that a disturbance affects all of them alike, and medians are taken. All ranks must do the same, so decisions that
+depend on the clock use rank 0's.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ QUICK_COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 QUICK_BUDGET_S = 0.3
 QUICK_REPETITIONS = 5
 
-# A size is taken in when it is expected to fit this often into the time left; two are taken in whatever they cost.
+# A size is measured if this many repetitions should fit into the time left; the first two always are.
 FEWEST_REPETITIONS = 3
 _FEWEST_SIZES = 2
 
-# What takes less than this share of the budget is repeated in every round, the rest in every third: short times vary
-# the most and cost the least.
+# Measurements that take less than this fraction of the budget are repeated in every round, the rest in every third:
+# short times vary most and cost least.
 _SHORT_SHARE = 1e-3
 _SECOND_LOOK_SHARE = 0.3
 _LONG_EVERY = 3
@@ -55,23 +55,23 @@ def probe_network(
     device: torch.device | None = None,
     tell: Callable[[float], None] | None = None,
 ) -> NetworkModel:
-    """Measure collectives between the ranks of a group. A collective itself: every rank calls it with the same values.
+    """Measure collectives between the ranks of a group. Every rank must call it with the same arguments.
 
     Args:
-        group: The ranks; all of the job unless given.
-        sizes: In bytes, as `scaling.network` counts them; rounded up to what the ranks can share equally.
+        group: The ranks; None: all.
+        sizes: In bytes, as `scaling.network` counts them; rounded up so that they divide evenly among the ranks.
         collectives: Some of all_reduce (float32), all_gather, all_to_all and broadcast (bytes).
-        budget_s: About how long it may take. Sizes that would not fit are left out, the two smallest never.
-        repetitions: At most so many of each size and collective.
-        fewest_repetitions: A size is left out unless so many seem to fit into the time left.
-        device: Where the tensors are; the current GPU for nccl and the CPU for gloo unless given.
-        tell: Called with the share of the budget that is spent.
+        budget_s: About how long it may take. Sizes that would not fit are skipped, except the two smallest.
+        repetitions: Most repetitions of each size and collective.
+        fewest_repetitions: Skip a size unless this many repetitions should fit into the time left.
+        device: Where the tensors are; None: the current GPU for nccl and the CPU for gloo.
+        tell: Called with the fraction of the budget that is spent.
 
     Returns:
         The measured network; times and points are the same on every rank.
 
     Raises:
-        EnvironmentSetupError: There is no group, or it has one rank only.
+        EnvironmentSetupError: There is no group, or it has only one rank.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) < 2:
         raise EnvironmentSetupError(
@@ -87,7 +87,7 @@ def probe_network(
     processor_times: dict[Trial, list[float]] = {}
 
     def measure(trials: Sequence[Trial]) -> float:
-        """One repetition of each; the time left by rank 0's clock."""
+        """Measure each trial once; returns the time left on rank 0's clock."""
         taken = [ranks.time_s(collective, size) for collective, size in trials]
         both = [value for pair in taken for value in pair]
         *slowest, left_s = ranks.largest([*both, budget_s - (perf_counter() - begin)])
@@ -103,18 +103,18 @@ def probe_network(
     taken_in: list[int] = []
     for size in sizes:
         if len(taken_in) >= _FEWEST_SIZES:
-            # Time grows at most as size does; latency only makes this too careful.
+            # Time grows at most in proportion to size; because of latency this estimate is on the safe side.
             expected_s = cost_s * size / taken_in[-1]
             if expected_s * fewest_repetitions > left_s:
                 break
         if ranks.on_cuda:
-            ranks.warm_up(collectives, size)  # NCCL picks and connects its algorithms by size
+            ranks.warm_up(collectives, size)  # NCCL chooses and connects its algorithms by size
         trials = [(collective, size) for collective in collectives]
         left_s = measure(trials)
         taken_in.append(size)
         cost_s = _cost_s(times, trials)
         if repetitions > 1 and cost_s < left_s * _SECOND_LOOK_SHARE:
-            # What the next size is expected to take must not hang on one moment when a core was busy.
+            # The prediction for the next size must not rest on one moment in which a core was busy.
             left_s = measure(trials)
             cost_s = _cost_s(times, trials)
     for number in itertools.count():
@@ -143,13 +143,13 @@ def probe_network(
 def quick_probe(
     group: dist.ProcessGroup | None = None, budget_s: float = QUICK_BUDGET_S, device: torch.device | None = None
 ) -> NetworkModel:
-    """Latency and bandwidth in about 0.3 s: enough to choose how to send gradients.
+    """Measure latency and bandwidth in about 0.3 s: enough to choose how to send gradients.
 
-    Large sizes are left out on slow links: at 100 Mbit/s what remains ends at 1 MiB. Links of 10 Mbit/s and less take
-    longer, for two sizes are needed.
+    Large sizes are skipped on slow links: at 100 Mbit/s the largest is 1 MiB. Links of 10 Mbit/s and less take longer,
+    because at least two sizes are needed.
 
     Args:
-        group: The ranks; all of the job unless given.
+        group: The ranks; None: all.
         budget_s: About how long it may take.
         device: Where the tensors are, as in `probe_network`.
     """
@@ -159,7 +159,7 @@ def quick_probe(
 def _next_round(
     times: dict[Trial, list[float]], left_s: float, repetitions: int, longest_s: float | None
 ) -> list[Trial]:
-    """What to repeat: from the smallest size up, as far as time is left for all collectives of a size."""
+    """The trials to repeat: from the smallest size up, as long as all collectives of a size fit into the time left."""
     chosen: list[Trial] = []
     for size in sorted({size for _, size in times}):
         trials = [trial for trial, taken in times.items() if trial[1] == size and len(taken) < repetitions]
@@ -174,7 +174,7 @@ def _next_round(
 
 
 def _cost_s(times: dict[Trial, list[float]], trials: Sequence[Trial]) -> float:
-    """What a repetition takes when nothing disturbs it."""
+    """The time of one repetition without disturbances."""
     return sum(min(times[trial]) for trial in trials)
 
 
@@ -195,19 +195,19 @@ class _Ranks:
         self._source = self._target = torch.empty(0, dtype=torch.uint8)
 
     def shareable(self, size_bytes: int) -> int:
-        """The next size that is a whole number of floats for every rank."""
+        """Round up to a size that is a whole number of floats for every rank."""
         part = _FLOAT_BYTES * self.world_size
         return max(1, -(-size_bytes // part)) * part
 
     def warm_up(self, collectives: Sequence[str], size: int) -> None:
-        """Connections and buffers are made by the first call."""
+        """Call each collective once, which creates connections and buffers."""
         for collective in collectives:
             self.time_s(collective, size)
 
     def time_s(self, collective: str, size: int) -> tuple[float, float]:
-        """This rank's time for one collective that all begin together, and its processor time, all threads."""
+        """This rank's time for a collective that all start together, and the processor time of all its threads."""
         if self._source.numel() < size:
-            # Filled, so that no first touch of a page is part of a time.
+            # Filled, so that times do not include first touches of pages.
             self._source, self._target = (
                 torch.empty(size, dtype=torch.uint8, device=self.device).fill_(0) for _ in range(2)
             )
@@ -227,7 +227,7 @@ class _Ranks:
             return lambda: dist.all_reduce(values, group=self.group)
         if collective == "all_gather":
             own = source[: source.numel() // self.world_size]
-            # torch 2.13 has a new name for it and warns about the old one.
+            # torch 2.13 renames it and warns about the old name.
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             return lambda: gather(target, own, group=self.group)
         if collective == "all_to_all":
@@ -237,21 +237,21 @@ class _Ranks:
         raise NetworkModelError(f"{collective} is not one of {', '.join(COLLECTIVES)}")
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """The largest of each value over the ranks; the last is rank 0's."""
+        """The maximum of each value over the ranks, except that the last is rank 0's."""
         last = values[-1] if self._rank == 0 else float("-inf")
         found = torch.tensor([*values[:-1], last], dtype=torch.float64, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         return [float(value) for value in found.tolist()]
 
     def count_hosts(self) -> int:
-        """Machines as the network sees them: containers and namespaces with interfaces of their own count."""
+        """Number of machines as the network sees them: containers with their own network namespace count."""
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, _network_identity(), group=self.group)
         return len(set(found))
 
 
 def _network_identity() -> str:
-    """A name that the processes behind one set of network interfaces share, and no others."""
+    """A name shared by exactly those processes that use the same network interfaces."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}-{Path('/proc/self/ns/net').stat().st_ino}"

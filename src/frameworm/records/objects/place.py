@@ -1,7 +1,7 @@
-"""A prefix in object storage: put, get, list and remove objects under it, with every fault as a `StorageError`.
+"""A prefix in object storage: put, get, list and remove objects under it; every fault raises `StorageError`.
 
-Credentials, endpoints and regions are fsspec's own business (its config files, FSSPEC_* and the variables of the
-provider's library): nothing of them is read, passed on or written down here.
+Credentials, endpoints and regions are left to fsspec (its config files, FSSPEC_* and the variables of the provider's
+library): none of them is read, passed on or written down here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from frameworm.errors import MissingPackageError, StorageError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://.+")
-# Every component of a name; folders of runs may be called as users like, but for what leads elsewhere.
+# Each component of a name. Run folders may have any name, except one that leads elsewhere.
 _COMPONENT = re.compile(r"\w[\w .,=@+()%~-]*")
 _MOST_COMPONENT_BYTES = 200
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
@@ -40,27 +40,27 @@ _Result = TypeVar("_Result")
 
 
 def is_url(text: object) -> bool:
-    """True for text that names a place in object storage, not a path."""
+    """True if `text` is a URL and not a path."""
     return isinstance(text, str) and _URL.fullmatch(text) is not None
 
 
 def safe_name(name: str) -> bool:
-    """True for an object's name, relative to a run, that also is a harmless relative path."""
+    """True if an object's name, relative to a run, is also a harmless relative path."""
     parts = name.split("/")
     return all(_COMPONENT.fullmatch(part) and len(part.encode()) <= _MOST_COMPONENT_BYTES for part in parts)
 
 
 def check_url(text: str) -> str:
-    """The URL without a slash at its end.
+    """Return the URL without a trailing slash.
 
     Raises:
-        StorageError: It holds a password, or no name to store a run under.
+        StorageError: The URL contains a password or options, or has no name to store a run under.
     """
     url = text.rstrip("/")
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise StorageError(f"{text} is no URL ({error}); give one such as s3://bucket/runs/x") from None
+        raise StorageError(f"{text} is not a URL ({error}); give one such as s3://bucket/runs/x") from None
     if parts.password is not None or parts.query:
         shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         raise StorageError(f"{shown}: leave secrets and options out of the URL; {_CREDENTIALS}")
@@ -70,7 +70,7 @@ def check_url(text: str) -> str:
 
 
 def last_part(url: str) -> str:
-    """The last component of a URL; empty where it has nothing after the scheme."""
+    """Return the last component of a URL; empty if there is nothing after the scheme."""
     return url.rstrip("/").partition("://")[2].rpartition("/")[2]
 
 
@@ -81,7 +81,7 @@ _CREDENTIALS = (
 
 
 class Facts(NamedTuple):
-    """An object in a listing: its size, when it was written, and what changes when its content does."""
+    """An object in a listing: its size, its modification time, and a stamp that changes with its content."""
 
     size_bytes: int | None
     written_at: float | None
@@ -89,7 +89,7 @@ class Facts(NamedTuple):
 
     @classmethod
     def of(cls, facts: dict[str, Any]) -> Facts:
-        """What a storage says, in one of the spellings of fsspec's implementations."""
+        """Parse what the storage returned, in any of the spellings of fsspec's implementations."""
         at = next((facts[key] for key in ("LastModified", "mtime", "updated", "created") if facts.get(key)), None)
         stamp = f"{facts.get('size')} {at} {facts.get('ETag') or facts.get('etag') or ''}"
         if isinstance(at, datetime):
@@ -101,11 +101,11 @@ class Place:
     """The objects under a URL.
 
     Args:
-        url: Any URL of fsspec.
+        url: Any URL that fsspec knows.
 
     Raises:
         MissingPackageError: The package for this kind of URL is not installed.
-        StorageError: The URL is not one.
+        StorageError: The URL is not valid.
     """
 
     def __init__(self, url: str) -> None:
@@ -114,7 +114,7 @@ class Place:
         try:
             import fsspec
 
-            # An instance of its own, which remembers no listing: others change what is there.
+            # An own instance without a listings cache, because other processes change what is there.
             self._system, self._root = fsspec.core.url_to_fs(
                 self.url, use_listings_cache=False, skip_instance_cache=True
             )
@@ -128,7 +128,7 @@ class Place:
                 f"{self.url}: {error}; give a URL that fsspec knows, such as s3://bucket/runs/x"
             ) from None
         self._root = self._root.rstrip("/")
-        # Real folders: an object written in place would be half there for a while.
+        # On a real file system, an object written in place would be half there for a while.
         self._has_folders = hasattr(self._system, "auto_mkdir")
         if self._has_folders:
             self._system.auto_mkdir = True
@@ -138,19 +138,19 @@ class Place:
 
     @property
     def in_this_process(self) -> bool:
-        """True where no other process sees the objects (memory://)."""
+        """True if no other process sees the objects (memory://)."""
         protocol = self._system.protocol
         return "memory" in ((protocol,) if isinstance(protocol, str) else protocol)
 
     def is_folder(self, path: Path) -> bool:
-        """True where the objects are the files of this very folder (file://)."""
+        """True if the objects are the files of exactly this folder (file://)."""
         return self._has_folders and Path(self._root).resolve() == path.resolve()
 
     def read(self, name: str, most_bytes: int) -> bytes:
-        """The content of a small object.
+        """Return the content of a small object.
 
         Raises:
-            StorageError: It is not there, is too large, or cannot be read.
+            StorageError: The object does not exist, is too large, or cannot be read.
         """
         with self._in_words(f"read {name}"):
             content: bytes = self._system.cat_file(self._path(name), start=0, end=most_bytes + 1)
@@ -159,20 +159,20 @@ class Place:
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        """Store a small object, whole or not at all.
+        """Store a small object, entirely or not at all.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The object cannot be written.
         """
         with self._in_words(f"write {name}"), self._final(name) as path:
             self._system.pipe_file(path, content)
 
     def put(self, source: Path, name: str, progress: Callable[[], None] = lambda: None) -> None:
-        """Store a file, whole or not at all; `progress` is called whenever a part of it has arrived.
+        """Store a file, entirely or not at all; `progress` is called whenever a part of it has arrived.
 
         Raises:
-            StorageError: It cannot be written.
-            FileNotFoundError: There is no such file here.
+            StorageError: The object cannot be written.
+            FileNotFoundError: The local file does not exist.
         """
         source.stat()
         from fsspec.callbacks import Callback
@@ -188,31 +188,31 @@ class Place:
         """Copy an object to a file.
 
         Raises:
-            StorageError: It is not there, or cannot be read.
+            StorageError: The object does not exist, or cannot be read.
         """
         with self._in_words(f"read {name}"):
             self._system.get_file(self._path(name), str(target))
 
     def remove(self, name: str) -> None:
-        """Remove an object; one that is not there is no error.
+        """Remove an object, if it exists.
 
         Raises:
-            StorageError: It cannot be removed.
+            StorageError: The object cannot be removed.
         """
         with self._in_words(f"remove {name}"), contextlib.suppress(FileNotFoundError):
             self._system.rm_file(self._path(name))
 
     def remove_folder(self, name: str) -> None:
-        """Remove what is left of a folder without objects; most storage has no folders."""
+        """Remove a folder that has no objects left; most object storage has no folders."""
         if self._has_folders:
             with contextlib.suppress(Exception):
                 self._system.rmdir(self._path(name))
 
     def find(self, under: str = "") -> dict[str, Facts]:
-        """The objects under a name; harmless names only.
+        """Return the objects under a name, except those with unsafe names.
 
         Raises:
-            StorageError: They cannot be listed.
+            StorageError: The objects cannot be listed.
         """
         path = self._path(under) if under else self._root
         with self._in_words("list what is there"):
@@ -226,10 +226,10 @@ class Place:
         return {name: facts for name, facts in names.items() if name and safe_name(name)}
 
     def within(self, limit_s: float, act: Callable[[], _Result]) -> _Result:
-        """What a call on this place returns, if it returns soon.
+        """Return the result of `act` if it finishes in time.
 
         Raises:
-            StorageError: It does not; libraries of storage may try for many minutes.
+            StorageError: There was no answer within `limit_s`; storage libraries may retry for many minutes.
         """
         results: list[_Result] = []
         errors: list[BaseException] = []
@@ -254,14 +254,14 @@ class Place:
         return f"{self._root}/{name}"
 
     def _name(self, full: str) -> str:
-        """An object's name under this place; empty for anything else."""
+        """An object's name relative to this place; empty for anything outside it."""
         begin = self._root.strip("/") + "/"
         full = full.lstrip("/")
         return full[len(begin) :] if full.startswith(begin) else ""
 
     @contextlib.contextmanager
     def _final(self, name: str) -> Iterator[str]:
-        """Where to write an object to; it has its name only once it is whole."""
+        """Yield the path to write an object to; it gets its final name only once it is complete."""
         path = self._path(name)
         if not self._has_folders:
             yield path
@@ -293,14 +293,14 @@ class Place:
 
 
 def _is_unreachable(error: BaseException | None) -> bool:
-    """True where the network is at fault; libraries of storage wrap its errors in their own."""
+    """True if the network is at fault; storage libraries wrap network errors in their own."""
     seen = 0
     while error is not None and seen < 20:
         if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)):
             return True
         if isinstance(error, OSError) and error.errno in _UNREACHABLE:
             return True
-        # What libraries raise in the place of the system's errors shares no base, but a habit of naming.
+        # Errors of HTTP libraries share no base class, but their names follow a pattern.
         if any(_NETWORK_ERROR.search(base.__name__) for base in type(error).__mro__):
             return True
         error, seen = error.__cause__ or error.__context__, seen + 1

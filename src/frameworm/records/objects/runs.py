@@ -1,6 +1,6 @@
-"""Runs in object storage, as local folders to read from: records at once, checkpoints when a verb asks for them.
+"""Runs in object storage as local folders to read from: records at once, checkpoints when a verb needs them.
 
-The copies lie in the user's private folder for notes between processes. Only what has changed is copied again.
+The copies are in the user's private folder for notes between processes. Only changed objects are copied again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FEW = re.compile(r"config\.yaml|summary\.json")
 
 
 def parts_of_checkpoints(names: list[str]) -> dict[str, set[str]]:
-    """The checkpoints among names of objects, whole or not, with the names of their files."""
+    """Return the checkpoints among object names, complete or not, with the names of their files."""
     found: dict[str, set[str]] = {}
     for name in names:
         match = _PART.fullmatch(name)
@@ -43,37 +43,37 @@ def parts_of_checkpoints(names: list[str]) -> dict[str, set[str]]:
 
 
 def age_of(checkpoint: str) -> tuple[int, int]:
-    """Step and attempt of a checkpoint, by its name."""
+    """Step and attempt of a checkpoint, from its name."""
     step, _, attempt = checkpoint.removeprefix("step-").partition(".")
     return int(step), int(attempt or 0)
 
 
 def whole_checkpoints(place: Place) -> list[str]:
-    """The checkpoints that are whole, oldest first: their manifest is the last object to be written.
+    """Return the complete checkpoints, oldest first. The manifest is written last, so one with a manifest is complete.
 
     Raises:
-        StorageError: They cannot be listed.
+        StorageError: The objects cannot be listed.
     """
     parts = parts_of_checkpoints(list(place.find(CHECKPOINTS)))
     return sorted((name for name, files in parts.items() if MANIFEST in files), key=age_of)
 
 
 def records_of(names: Mapping[str, Facts]) -> dict[str, Facts]:
-    """Of the objects of a run those that a reader of records needs."""
+    """Select the objects of a run that a reader of records needs."""
     return {name: facts for name, facts in names.items() if "/" not in name and name not in (OWNER, CHECKPOINTS)}
 
 
 def holds_run(names: Iterable[str]) -> bool:
-    """Whether objects are those of a run."""
+    """True if object names are those of a run."""
     first = ("config.yaml", "summary.json")
     return any(name in first or name.startswith(("steps-rank", f"{CHECKPOINTS}/")) for name in names)
 
 
 def local_copy(url: str) -> Path:
-    """Where the copy of a URL lies.
+    """Return the folder for the local copy of a URL.
 
     Raises:
-        RunFolderError: There is no private folder to put it into.
+        RunFolderError: There is no private folder for it.
     """
     url = check_url(url)
     try:
@@ -85,10 +85,10 @@ def local_copy(url: str) -> Path:
 
 
 def copy_records(place: Place, folder: Path) -> None:
-    """Bring the records in a folder up to date with those in storage.
+    """Update the records in a folder from those in storage.
 
     Raises:
-        StorageError: Storage refuses, or there is no run.
+        StorageError: Storage refuses the request, or there is no run.
     """
     names = place.find()
     if not holds_run(names):
@@ -97,11 +97,11 @@ def copy_records(place: Place, folder: Path) -> None:
 
 
 def _copy(place: Place, folder: Path, names: Mapping[str, Facts], there: Collection[str]) -> None:
-    """Copy these objects where they have changed, and remove copies of those that are not `there` any more."""
+    """Copy the objects `names` that have changed, and remove copies of objects that are not in `there` any more."""
     seen: dict[str, str] = {}
     with contextlib.suppress(OSError, ValueError):
         seen = dict(read_json(folder / _SEEN))
-    for name in seen.keys() - set(there):  # of a run that was at this URL before
+    for name in seen.keys() - set(there):  # left from another run at this URL
         (folder / name).unlink(missing_ok=True)
     for name, facts in names.items():
         target = folder / name
@@ -116,7 +116,7 @@ def _copy(place: Place, folder: Path, names: Mapping[str, Facts], there: Collect
             passing.replace(target)
         except StorageError as error:
             passing.unlink(missing_ok=True)
-            if not error.missing:  # removed since it was listed
+            if not error.missing:  # if missing, it was removed after it was listed
                 raise
         except OSError as error:
             raise RunFolderError(f"cannot write {target}: {error.strerror or error}") from error
@@ -125,7 +125,7 @@ def _copy(place: Place, folder: Path, names: Mapping[str, Facts], there: Collect
 
 
 def local_run(path: str | Path) -> Path:
-    """A run's folder: the path itself, or for a URL a local copy of the run's records, brought up to date.
+    """Return a run's folder: the path itself, or for a URL an updated local copy of the run's records.
 
     Raises:
         StorageError: There is no run at this URL, or it cannot be reached.
@@ -141,7 +141,7 @@ def local_run(path: str | Path) -> Path:
 
 
 def local_root(path: str | Path, *, few: bool = False) -> Path:
-    """A folder of runs, or a run: the path itself, or a local copy of the records under a URL.
+    """Return a folder of runs, or of one run: the path itself, or a local copy of the records under a URL.
 
     Args:
         path: A path or a URL.
@@ -176,12 +176,12 @@ def local_root(path: str | Path, *, few: bool = False) -> Path:
         _copy(Place(url), root / run, wanted, objects)
         write_atomic(root / run / SOURCE, json.dumps({"url": url}))
         if (root / run / CHECKPOINTS).exists() or any(name.startswith(f"{CHECKPOINTS}/") for name in objects):
-            (root / run / CHECKPOINTS).mkdir(exist_ok=True)  # a run it is, whatever records are not there yet
+            (root / run / CHECKPOINTS).mkdir(exist_ok=True)  # marks the folder as a run, even if no records exist yet
     return root
 
 
 def source_of(folder: Path) -> str | None:
-    """The URL that a folder is a copy of, or is copied to; None for any other."""
+    """Return the URL that a folder is a copy of, or is copied to; None if there is none."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         url = read_json(folder / SOURCE, 2**16)["url"]
         return url if is_url(url) else None
@@ -189,7 +189,7 @@ def source_of(folder: Path) -> str | None:
 
 
 def shown(folder: RunFolder) -> str:
-    """What to call a run: its URL where the folder is only a copy of it."""
+    """Return the name to show for a run: its URL if the folder is only a copy."""
     with contextlib.suppress(OSError):
         if folder.path.resolve().is_relative_to((private_folder() / "objects").resolve()):
             return source_of(folder.path) or str(folder.path)

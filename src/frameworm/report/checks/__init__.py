@@ -1,5 +1,5 @@
 """Reports of checks: `doctor`, `guard` and `compare`, `memory` and `network`.
 
 In: the typed result of a check. Out: text for the terminal. One module per verb; `--json` prints the same results
-without coming here.
+without these modules.
 """

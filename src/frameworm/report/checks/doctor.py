@@ -1,4 +1,4 @@
-"""What doctor found, as plain text: what is wrong first under each heading, with what to do and why."""
+"""What doctor found, as plain text: under each heading problems come first, with remedies and reasons."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from frameworm.records.machine import Check, ChecklistItem, Gain, MachineFacts
+from frameworm.records.machine import Check, ChecklistItem, KnownGain, MachineFacts
 from frameworm.report.kit.layout import heading
 from frameworm.report.kit.tables import plain
 
 _NARROWEST = 60
 _WIDTH = 80
-_WIDEST_NAME = 20  # longer ones, such as names of variables, reach into their line
+_WIDEST_NAME = 20  # longer names, such as those of variables, shift the rest of their line
 _MARKS = {"ok": "ok", "advice": "advice", "problem": "PROBLEM", "unknown": "unknown"}
 _STATES = ("not done", "done", "does not apply")
 
@@ -30,11 +30,11 @@ def render_doctor(
 
     Args:
         facts: The machine.
-        checks: The judged machine.
+        checks: The results of the checks.
         items: The checklist; None: no config was given.
         subject: What the checklist is about.
-        notes: What else to know.
-        width: Of the terminal.
+        notes: Further remarks.
+        width: Width of the terminal.
     """
     width = max(width, _NARROWEST)
     lines = heading(f"doctor · {_machine(facts)}", width)
@@ -52,9 +52,9 @@ def render_doctor(
 
 
 def render_checklist(data: Mapping[str, Any]) -> str:
-    """The checklist that `print_optimization_checklist` made, `data` being what it returns."""
+    """The checklist of `print_optimization_checklist`; `data` is its return value."""
     items = [
-        ChecklistItem(**{**item, "gain": None if item["gain"] is None else Gain(**item["gain"])})
+        ChecklistItem(**{**item, "gain": None if item["gain"] is None else KnownGain(**item["gain"])})
         for item in data["items"]
     ]
     lines = _checklist(items, data["subject"], _WIDTH, in_python=data["in_python"])
@@ -111,7 +111,7 @@ def _items(items: Sequence[ChecklistItem], state: str, width: int, in_python: bo
 
 
 def _keyword(setting: str) -> str:
-    """A setting as a keyword of what takes it in Python."""
+    """A setting written as a keyword argument in Python."""
     key, _, text = setting.partition("=")
     section, _, name = key.partition(".")
     value = {"true": "True", "false": "False", "off": '"off"'}.get(text)
@@ -121,7 +121,7 @@ def _keyword(setting: str) -> str:
     return f"{taker}(..., {name}={value})"
 
 
-def _gain(gain: Gain) -> str:
+def _gain(gain: KnownGain) -> str:
     if gain.basis == "unknown":
         return gain.text
     return f"{gain.text} ({gain.basis}: {gain.source})"

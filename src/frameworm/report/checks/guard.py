@@ -1,4 +1,4 @@
-"""What `guard` and `compare` print."""
+"""The output of `guard` and `compare`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from frameworm.guard.comparison import Comparison, Difference, Explanation, PhaseChange, crowded
-from frameworm.guard.parting import Parting
-from frameworm.guard.regression import INCONCLUSIVE, NOT_JUDGED, OK, REGRESSION, Check, Judgement
-from frameworm.guard.statistics import RatioInterval
-from frameworm.records.estimate import known
+from frameworm.guard.divergence import Divergence
+from frameworm.guard.regression import INCONCLUSIVE, NOT_JUDGED, OK, REGRESSION, GuardVerdict, MetricCheck
+from frameworm.records.estimate import Interval, known
 from frameworm.report.kit import tables
 from frameworm.report.kit.layout import field, heading, table
 
@@ -30,12 +29,14 @@ _MOST_DIFFERENCES = 8
 _WORTH_A_ROW = 0.001
 
 
-def render_judgement(judgement: Judgement, before: str | None, after: str, width: int = 80) -> str:
-    """The verdict of the guard, its checks and what explains them, in lines of at most `width` characters.
+def render_judgement(judgement: GuardVerdict, before: str | None, after: str, width: int = 80) -> str:
+    """The guard's verdict, its checks and their explanation, in lines of at most `width` characters.
 
     Args:
-        before: What the baseline is called; None where there is none.
-        after: What is judged.
+        judgement: The result of the guard.
+        before: Name of the baseline; None if there is none.
+        after: Name of the judged run.
+        width: Most characters per line.
     """
     against = "its targets" if before is None else tables.plain(before)
     lines = heading(f"guard · {tables.plain(after)} against {against}", width)
@@ -58,7 +59,7 @@ def render_judgement(judgement: Judgement, before: str | None, after: str, width
     return _joined(lines)
 
 
-def _target_rows(judgement: Judgement) -> list[tuple[str, ...]]:
+def _target_rows(judgement: GuardVerdict) -> list[tuple[str, ...]]:
     several = len(judgement.targets) > 1
     rows: list[tuple[str, ...]] = [("target", "goal", "here", *(("run",) if several else ()), "")]
     for run, targets in judgement.targets.items():
@@ -73,8 +74,8 @@ def _joined(lines: Sequence[str]) -> str:
     return "\n".join(kept).rstrip("\n") + "\n"
 
 
-def judgement_sentences(judgement: Judgement) -> list[str]:
-    """Why the verdict is what it is."""
+def judgement_sentences(judgement: GuardVerdict) -> list[str]:
+    """The reasons for the verdict."""
     sentences = [tables.plain(reason) for reason in judgement.reasons]
     for check in judgement.checks:
         if check.verdict == judgement.verdict and check.verdict in (REGRESSION, INCONCLUSIVE):
@@ -91,7 +92,7 @@ def judgement_sentences(judgement: Judgement) -> list[str]:
     return sentences
 
 
-def _slower(judgement: Judgement) -> list[Check]:
+def _slower(judgement: GuardVerdict) -> list[MetricCheck]:
     return [check for check in judgement.checks if check.name in _TIMES and check.verdict != OK]
 
 
@@ -125,7 +126,7 @@ def render_comparison(comparison: Comparison, width: int = 80) -> str:
     rows.append(("steps", f"{before.steps:,}", f"{after.steps:,}", steps, ""))
     lines += ["", *table(rows, width), ""]
     if comparison.parting is not None:
-        lines += field("parting", parting_sentence(comparison.parting), width)
+        lines += field("divergence", divergence_text(comparison.parting), width)
     for label, run in (("A", before), ("B", after)):
         if run.share < 1:
             lines += field("note", f"times of {label} are by a sample of {run.share:.2%} of its steps", width)
@@ -142,39 +143,39 @@ def render_comparison(comparison: Comparison, width: int = 80) -> str:
     return _joined(lines)
 
 
-def parting_sentence(parting: Parting) -> str:
-    """From which step on two runs are not the same."""
+def divergence_text(parting: Divergence) -> str:
+    """The first step in which two runs differ."""
     if parting.step is None and parting.is_searched:
         return (
-            f"none found: loss and gradient norm are the same, bit for bit, in {parting.compared_steps:,} steps spread "
-            "over the run (--exact compares them all)"
+            f"none found: loss and gradient norm are bitwise equal in {parting.compared_steps:,} steps spread over the "
+            "run (--exact compares them all)"
         )
     if parting.step is None:
-        return f"none: loss and gradient norm are the same, bit for bit, in all {parting.compared_steps:,} steps"
+        return f"none: loss and gradient norm are bitwise equal in all {parting.compared_steps:,} steps"
     mine, theirs = ("unknown" if value is None else f"{value:.9g}" for value in (parting.before, parting.after))
-    before = "no step before it" if parting.compared_steps == 1 else "all before it are the same, bit for bit"
+    before = "the first step" if parting.compared_steps == 1 else "all steps before it are bitwise equal"
     if parting.is_searched and parting.compared_steps > 1:
-        before = "found by halves (--exact compares every step before it)"
+        before = "found by bisection (--exact compares every step before it)"
     return f"in step {parting.step:,}: the {parting.what} of rank {parting.rank} is {mine} and {theirs}; {before}"
 
 
 def comparison_sentences(comparison: Comparison) -> list[str]:
-    """What happened to the speed, and which phase explains it."""
+    """How the speed changed, and which phase explains it."""
     unit = "sample" if comparison.per_sample else "step"
     found, kind = comparison.typical, "typical"
-    if comparison.mean is not None and comparison.mean.outside_noise and (found is None or not found.outside_noise):
+    if comparison.mean is not None and comparison.mean.leaves_out(1) and (found is None or not found.leaves_out(1)):
         found, kind = comparison.mean, "mean"
     if found is None:
         return ["inconclusive: too few steps to compare their times"]
     interval = _span(found.low - 1, found.high - 1)
-    faster = found.ratio < 1
+    faster = found.value < 1
     word = "less" if faster else "more"
-    if not found.outside_noise:
-        change = f"{abs(found.change) * 100:.1f}% {word}"
+    if not found.leaves_out(1):
+        change = f"{abs(found.value - 1) * 100:.1f}% {word}"
         return [f"no difference in speed outside of noise: the {kind} {unit} of B takes {change} ({interval})"]
     sentences = [
-        f"B is {'faster' if faster else 'slower'}: the {kind} {unit} takes {abs(found.change) * 100:.1f}% {word} "
-        f"({interval}), {1 / found.ratio:.2f}x the speed"
+        f"B is {'faster' if faster else 'slower'}: the {kind} {unit} takes {abs(found.value - 1) * 100:.1f}% {word} "
+        f"({interval}), {1 / found.value:.2f}x the speed"
     ]
     explanation = comparison.explanation
     if explanation is not None and (explanation.total_s < 0) == faster:
@@ -196,7 +197,7 @@ def _explanation_sentence(explanation: Explanation, unit: str) -> str:
     return f"{label} explains it: {whole}"
 
 
-def _check_sentence(check: Check) -> str:
+def _check_sentence(check: MetricCheck) -> str:
     label = LABELS.get(check.name, check.name).replace("val.", "validation")
     if check.change is None:
         return f"{label}: {check.reason}"
@@ -206,7 +207,7 @@ def _check_sentence(check: Check) -> str:
     return f"{text}: {check.reason}" if check.reason else text
 
 
-def _check_row(check: Check) -> tuple[str, ...]:
+def _check_row(check: MetricCheck) -> tuple[str, ...]:
     verdict = f"{check.verdict}: {check.reason}" if check.verdict == NOT_JUDGED and check.reason else check.verdict
     return (
         LABELS.get(check.name, check.name),
@@ -227,19 +228,19 @@ def _value(name: str, value: float | None) -> str:
     return tables.share(value) if name in ("val_accuracy", "mfu") else tables.number(value)
 
 
-def _change(check: Check) -> str:
+def _change(check: MetricCheck) -> str:
     if check.change is None:
         return ""
     return _points(check.change) if check.name == "val_accuracy" else _percent(check.change)
 
 
-def _interval(check: Check) -> str:
+def _interval(check: MetricCheck) -> str:
     if check.low is None or check.high is None:
         return ""
     return _span(check.low, check.high, " pp" if check.name == "val_accuracy" else "%")
 
 
-def _limit(check: Check) -> str:
+def _limit(check: MetricCheck) -> str:
     if check.name == "val_accuracy":
         return f"-{check.limit * 100:g} pp"
     if check.name == "mfu":
@@ -247,7 +248,7 @@ def _limit(check: Check) -> str:
     return f"+{check.limit * 100:g}%"
 
 
-def _time_row(label: str, comparison: Comparison, kind: str, found: RatioInterval | None) -> tuple[str, ...]:
+def _time_row(label: str, comparison: Comparison, kind: str, found: Interval[float] | None) -> tuple[str, ...]:
     cells = [label]
     for run in (comparison.before, comparison.after):
         value = run.typical_s if kind == "typical" else run.mean_step_s
@@ -255,7 +256,7 @@ def _time_row(label: str, comparison: Comparison, kind: str, found: RatioInterva
         cells.append(tables.seconds(None if value is None else value / (samples or 1.0)))
     if found is None:
         return (*cells, "", "too few steps")
-    return (*cells, _percent(found.change), _span(found.low - 1, found.high - 1))
+    return (*cells, _percent(found.value - 1), _span(found.low - 1, found.high - 1))
 
 
 def _quality_change(name: str, before: float | None, after: float | None) -> str:
@@ -285,7 +286,7 @@ def _phase_table(changes: Sequence[PhaseChange], before: str, after: str, unit: 
 
 
 def difference_lines(label: str, items: Sequence[Difference], width: int) -> list[str]:
-    """The first few facts that differ."""
+    """The first few differences."""
     if not items:
         return field(label, "the same", width)
     lines: list[str] = []

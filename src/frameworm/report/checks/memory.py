@@ -33,7 +33,7 @@ _GIGA = 1e9
 
 
 def render_savings(num_params: float, world_size: int, savings: Mapping[str, Mapping[str, float]]) -> str:
-    """What `calculate_zero_savings` found: one row per strategy."""
+    """The result of `calculate_zero_savings`: one row per strategy."""
     devices = "1 device" if world_size == 1 else f"{world_size} devices"
     title = f"memory per device · {num_params:,.0f} parameters on {devices} · Adam, without activations"
     rows = [("strategy", "fp32", "saved", "mixed precision", "saved")]
@@ -118,7 +118,7 @@ def _strategies(report: MemoryReport) -> list[str]:
 def _notes(report: MemoryReport) -> list[str]:
     notes = list(report.notes)
     if report.plan.context:
-        notes.append(f"beside torch's memory the driver and libraries take about {data_size(report.plan.context)}")
+        notes.append(f"besides torch's memory, the driver and libraries take about {data_size(report.plan.context)}")
     return [line for note in notes for line in textwrap.wrap(f"note: {note}", 110, subsequent_indent="      ")]
 
 
@@ -135,7 +135,7 @@ def _setting_text(setting: Setting) -> str:
 
 
 def gigabytes(size_bytes: float) -> str:
-    """In powers of ten, as the sizes of models are told."""
+    """In powers of ten, as model sizes are usually given."""
     if size_bytes < 0.01 * _GIGA:
         return f"{size_bytes / 1e6:,.3f} MB"
     return f"{size_bytes / _GIGA:,.4f}".rstrip("0").rstrip(".") + " GB"

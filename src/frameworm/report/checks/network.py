@@ -1,4 +1,4 @@
-"""A measured network, and what compression does to gradients, as tables of plain text."""
+"""A measured network, and the cost of compressing gradients, as tables of plain text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNKNOWN = "unknown"
 
 
 def render_network(model: NetworkModel) -> str:
-    """Per collective its latency and bandwidth, then every size with its time, spread and bus bandwidth."""
+    """For each collective its latency and bandwidth, then every size with its time, spread and bus bandwidth."""
     places = "1 host" if model.hosts == 1 else f"{model.hosts} hosts"
     device = model.environment.get("device")
     title = f"network · {model.world_size} ranks on {places} · {model.backend} · {plain(device or model.device)}"
@@ -29,7 +29,7 @@ def render_network(model: NetworkModel) -> str:
 
 
 def render_compression(data: Mapping[str, Any]) -> str:
-    """What `benchmark_compression` measured: one row per size and method."""
+    """The result of `benchmark_compression`: one row per size and method."""
     title = f"gradient compression · {plain(data['device'])}"
     rows = [("values", "method", "bytes", "ratio", "time", "error")]
     rows += [
@@ -76,7 +76,7 @@ def _size(size_bytes: int) -> str:
 def _duration(seconds: float | None) -> str:
     if seconds is None:
         return _UNKNOWN
-    # The limits lie where three digits round up to the next unit.
+    # The limits are where three digits round up to the next unit.
     for limit, scale, unit in ((0.9995e-3, 1e6, "µs"), (0.9995, 1e3, "ms")):
         if seconds < limit:
             return f"{seconds * scale:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Headings, labelled entries and tables of plain text, as all our verbs print them."""
+"""Headings, labelled entries and tables of plain text, as all our commands print them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]iB|B|h|min|s|ms|us|pp)\b)")
 
 
 def heading(text: str, width: int) -> list[str]:
-    """A title with a line under it."""
+    """A title, underlined."""
     lines = textwrap.wrap(text, width) or [""]
     return [*lines, "─" * min(width, max(len(line) for line in lines))]
 
 
 def field(label: str, text: str, width: int) -> list[str]:
-    """A labelled entry, wrapped under its own beginning; a figure stays with its unit."""
+    """A labelled entry with wrapped lines aligned; a number stays on the same line as its unit."""
     text = _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)
     pieces = textwrap.wrap(text, width - LABEL_WIDTH, break_on_hyphens=False) or [""]
     lines = [f"{label if index == 0 else '':<{LABEL_WIDTH}}{piece}" for index, piece in enumerate(pieces)]
@@ -26,9 +26,9 @@ def field(label: str, text: str, width: int) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Rows under each other: the first and the last column to the left, figures between them to the right.
+    """A table: first and last column left-aligned, numbers between them right-aligned.
 
-    The first row holds the titles. A last cell that does not fit goes on below.
+    The first row holds the titles. A last cell that does not fit is wrapped.
     """
     count = len(rows[0])
     widths = [max(len(row[column]) for row in rows) for column in range(count)]

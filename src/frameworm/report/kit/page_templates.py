@@ -1,4 +1,4 @@
-"""The templates of our pages."""
+"""The templates of our HTML pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 
 @functools.cache
 def load_template(name: str) -> Template:
-    """A template by its file name; what it shows is escaped, and a name it lacks is an error."""
+    """A template by file name; it escapes values, and an undefined name is an error."""
     folder = importlib.resources.files("frameworm.report.kit").joinpath("templates")
     loader = FunctionLoader(lambda file: folder.joinpath(file).read_text(encoding="utf-8"))
     environment = Environment(

@@ -1,4 +1,4 @@
-"""Plain data that prints as people read it."""
+"""Plain data that prints as a readable text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class Printed(dict[str, Any]):
-    """A dict of results: `print(result)` shows it as text, everything else sees the data.
+    """A dict of results: `print(result)` shows a readable text, everything else sees the data.
 
     Args:
         data: The data.
-        render: From the data to its text; a function at the top of a module, so that results can be pickled.
+        render: Turns the data into text; a top-level function of a module, so that results can be pickled.
     """
 
     def __init__(self, data: Mapping[str, Any], render: Callable[[Mapping[str, Any]], str]) -> None:
@@ -22,5 +22,5 @@ class Printed(dict[str, Any]):
         return self._render(self).rstrip("\n")
 
     def print_summary(self) -> None:
-        """Print it as text."""
+        """Print the text."""
         print(self)

@@ -21,18 +21,18 @@ Point = tuple[float, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One curve; a y of None, or one that is not finite, leaves a gap."""
+    """One curve; a y that is None or not finite leaves a gap."""
 
     points: Sequence[Point]
     css_class: str
     dots: bool = False
-    texts: Sequence[str] = ()  # for each dot what is shown when it is pointed at
-    spans: Sequence[tuple[float, float] | None] = ()  # for each point the ends of its interval
+    texts: Sequence[str] = ()  # tooltip of each dot
+    spans: Sequence[tuple[float, float] | None] = ()  # interval of each point
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One place on a chart worth pointing at; `text` is shown when pointed at."""
+    """A highlighted place on a chart, with `text` as tooltip."""
 
     x: float
     y: float
@@ -41,7 +41,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a stacked bar; `share` is its part of the whole, from 0 to 1."""
+    """One part of a stacked bar; `share` is its fraction of the whole, from 0 to 1."""
 
     label: str
     share: float
@@ -62,15 +62,15 @@ class _Axis:
 
 
 def nice_ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
-    """Round values, at most about `count` steps apart, of which the first and last enclose `low` and `high`.
+    """Round values for an axis; the first and last enclose `low` and `high`.
 
     Args:
         low: Smallest value to show.
         high: Largest value to show.
-        count: Number of steps to aim at.
+        count: Number of steps to aim for.
         whole: Whether ticks must be whole numbers.
     """
-    # Values that differ in their last digits only are one value: ticks between them would round to the same number.
+    # Values that differ only in their last digits count as one: ticks between them would round to the same number.
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         margin = abs(low) * 0.05 or 0.5
         low, high = low - margin, high + margin
@@ -84,7 +84,7 @@ def nice_ticks(low: float, high: float, count: int = 5, whole: bool = False) -> 
 
 
 def tick_label(value: float, step: float) -> str:
-    """A tick's value with just the digits that tell it from its neighbours."""
+    """A tick's value with just enough digits to differ from its neighbours."""
     if abs(value) < step * 1e-6:
         return "0"
     if abs(value) >= 1e7 or abs(value) < 1e-5:
@@ -116,19 +116,19 @@ def line_chart(
     marks: Sequence[Mark] = (),
     x_names: Sequence[tuple[float, str]] = (),
 ) -> Markup:
-    """Curves over an x axis, or nothing if no curve has a point.
+    """Curves over an x axis; empty if no curve has a point.
 
     Args:
-        lines: The curves, later ones drawn over earlier ones.
-        title: What a screen reader says.
+        lines: The curves; later ones are drawn over earlier ones.
+        title: Accessible name of the chart.
         x_label: Name of the x axis.
         y_label: Name and unit of the y axis.
         from_zero: Whether the y axis begins at zero.
-        y_limit: Top of the y axis, best a round number; points above it are drawn at the edge, as triangles.
-        y_top: A value the y axis reaches at least.
+        y_limit: Top of the y axis, preferably a round number; points above are drawn as triangles at the edge.
+        y_top: A value that the y axis reaches at least.
         whole_x: Whether ticks of the x axis must be whole numbers.
-        marks: Places to point at, drawn over the curves.
-        x_names: Ticks of the x axis and what they are called, instead of round numbers; there is room at both ends.
+        marks: Highlighted places, drawn over the curves.
+        x_names: Ticks of the x axis with their names, instead of round numbers; leaves space at both ends.
     """
     known: list[Point] = [(x, y) for line in lines for x, y in line.points if _drawable(y)]
     if not known:
@@ -154,7 +154,7 @@ def line_chart(
 
 
 def stacked_bar(parts: Sequence[Part], title: str, height: int = 40) -> Markup:
-    """Parts side by side; parts that add up to more than one are drawn to scale within the bar."""
+    """Parts side by side; if they add up to more than one, they are scaled to fit the bar."""
     parts = [part for part in parts if math.isfinite(part.share) and part.share > 0]
     whole = max(1.0, math.fsum(part.share for part in parts))
     left = 0.0
@@ -179,7 +179,7 @@ def _drawable(y: float | None) -> bool:
 
 
 def drawing(height: float, title: str, content: str) -> Markup:
-    """Shapes as one picture, with the name a screen reader says."""
+    """Shapes as one SVG image with an accessible name."""
     name = escape(title)
     return Markup(
         f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{name}"><title>{name}</title>{content}</svg>'

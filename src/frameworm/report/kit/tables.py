@@ -1,4 +1,4 @@
-"""What a report shows, as rows of text and numbers; drawing them is left to `text` and `html`."""
+"""The content of reports as rows of text and numbers; `text` and `html` lay them out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PHASE_LABELS = {name: name.replace("_", " ") for name in PHASES} | {"communicati
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number with its name."""
+    """One number with its label."""
 
     label: str
     value: str
@@ -37,7 +37,7 @@ class PhaseRow:
 
 @dataclass(frozen=True, slots=True)
 class FindingRow:
-    """One finding in words."""
+    """One finding as text."""
 
     code: str
     severity: str
@@ -49,7 +49,7 @@ class FindingRow:
 
 @dataclass(frozen=True, slots=True)
 class TargetRow:
-    """One target: its name and goal, what the run reached, and met, missed or unknown."""
+    """One target: its name and goal, the value reached, and met, missed or unknown."""
 
     name: str
     goal: str
@@ -58,12 +58,12 @@ class TargetRow:
 
 
 def plain(text: object) -> str:
-    """One line without control characters, so that no name or note can steer a terminal."""
+    """One line without control characters, so that a name or note cannot send terminal escape codes."""
     return "".join(letter if letter.isprintable() else " " for letter in str(text)).strip()
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number in a few significant digits, without exponents where people expect none."""
+    """A number with a few significant digits, without exponents for common magnitudes."""
     if value is None:
         return UNKNOWN
     if not math.isfinite(value):
@@ -76,7 +76,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A time in the unit that suits it."""
+    """A time in a suitable unit."""
     if value is None:
         return UNKNOWN
     if not math.isfinite(value):
@@ -108,7 +108,7 @@ def data_size(value: float | None) -> str:
 
 
 def flop_rate(value: float | None) -> str:
-    """FLOP/s in the unit that suits it."""
+    """FLOP/s in a suitable unit."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     for unit in ("", "k", "M", "G", "T"):
@@ -119,7 +119,7 @@ def flop_rate(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share as a percentage."""
+    """A fraction as a percentage."""
     return UNKNOWN if value is None or not math.isfinite(value) else f"{value * 100:.1f}%"
 
 
@@ -129,7 +129,7 @@ def _three_digits(value: float) -> str:
 
 
 def batch_text(batch: Batch) -> str:
-    """The four batch numbers as the product they are."""
+    """The global batch as the product of its factors."""
     micro = UNKNOWN if batch.micro is None else str(batch.micro)
     whole = UNKNOWN if batch.global_ is None else str(batch.global_)
     factors = f"micro-batch {micro} x accumulation {batch.accumulation} x world size {batch.world_size}"
@@ -137,13 +137,13 @@ def batch_text(batch: Batch) -> str:
 
 
 def title_parts(record: RunRecord) -> list[str]:
-    """Name, status and how the run trained, without what is unknown."""
+    """Name, status and how the run was trained, without unknown parts."""
     parts = (record.name, record.status, record.device, record.strategy, record.precision, _framework(record))
     return [plain(part) for part in parts if part]
 
 
 def _framework(record: RunRecord) -> str | None:
-    """The library whose loop a script runs, with the class; None for a loop of the script's own."""
+    """The library and class whose loop a script runs; None if the loop is the script's own."""
     found = record.framework
     if found is None or found.loop is None:
         return None
@@ -152,7 +152,7 @@ def _framework(record: RunRecord) -> str | None:
 
 
 def phase_rows(record: RunRecord) -> list[PhaseRow]:
-    """The phases of the mean step, in the order in which a step goes through them."""
+    """The phases of the mean step, in the order of a step."""
     order = [*(name for name in PHASES if name in record.phases), *(n for n in record.phases if n not in PHASES)]
     return [
         PhaseRow(name, PHASE_LABELS.get(name, plain(name)), record.phases[name].mean_s, record.phases[name].share)
@@ -161,7 +161,7 @@ def phase_rows(record: RunRecord) -> list[PhaseRow]:
 
 
 def quality_figures(record: RunRecord) -> list[Figure]:
-    """What the model learned; the first three are shown, known or not, and after them the user's metrics."""
+    """Training quality; the first three values are always shown, followed by the user's metrics."""
     quality = record.quality
     usual = [
         Figure("train loss", number(quality.train_loss)),
@@ -172,7 +172,7 @@ def quality_figures(record: RunRecord) -> list[Figure]:
 
 
 def place_rows(record: RunRecord) -> list[tuple[str, str, str]]:
-    """Where a script was in no phase: place, kind of work, share of the step; empty where that is next to nothing."""
+    """Where a script spent time outside of phases: place, kind of work, fraction of the step; empty if negligible."""
     other = record.phases.get("other")
     if record.other_time is None or other is None or other.share < _WORTH_A_PLACE:
         return []
@@ -180,7 +180,7 @@ def place_rows(record: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def speed_figures(record: RunRecord) -> list[Figure]:
-    """How fast it learned; measures that do not apply to the run are left out."""
+    """Training speed; measures that do not apply to the run are omitted."""
     throughput = record.throughput
     figures = [Figure("samples/s", number(throughput.samples_per_s))]
     if throughput.tokens_per_s is not None:
@@ -201,15 +201,15 @@ def speed_figures(record: RunRecord) -> list[Figure]:
 
 
 def roofline_rows(record: RunRecord) -> list[tuple[str, float]]:
-    """Parts of the step on the GPU and their shares, from a trace; empty without one."""
+    """Parts of the step on the GPU and their fractions, from a trace; empty without one."""
     found = record.roofline
     return [] if found is None else [(plain(name.replace("_", " ")), part) for name, part in found.shares.items()]
 
 
 def ceiling_rows(record: RunRecord) -> list[str]:
-    """What each part of the step can gain at most, with the settings that work on it; small ones are left out.
+    """The largest possible gain of each part of the step, with the settings that affect it; without small parts.
 
-    A script that is watched has no such settings.
+    A watched script has no such settings.
     """
     own = record.source == "engine"
     return [
@@ -221,7 +221,7 @@ def ceiling_rows(record: RunRecord) -> list[str]:
 
 
 def run_figures(record: RunRecord) -> list[Figure]:
-    """Size and length of the run, as far as known."""
+    """Size and duration of the run, as far as known."""
     figures = [Figure("steps", f"{record.steps:,}")]
     if record.epochs:
         figures.append(Figure("epochs", str(len(record.epochs))))
@@ -240,20 +240,20 @@ def run_figures(record: RunRecord) -> list[Figure]:
 
 
 def memory_text(record: RunRecord) -> str:
-    """Peak memory, with what it is a part of where that is known."""
+    """Peak memory, as part of the total if that is known."""
     memory = record.memory
     text = f"peak {data_size(memory.peak_bytes)}"
     if memory.peak_bytes is not None and memory.total_bytes:
         text += f" of {data_size(memory.total_bytes)} ({share(memory.peak_bytes / memory.total_bytes)})"
     if memory.reserved_bytes is not None:
         text += f", reserved {data_size(memory.reserved_bytes)}"
-    if memory.host_peak_bytes not in (None, memory.peak_bytes):  # on CPU they are the same
+    if memory.host_peak_bytes not in (None, memory.peak_bytes):  # they are the same on a CPU
         text += f", host peak {data_size(memory.host_peak_bytes)}"
     return text
 
 
 def checkpoint_text(record: RunRecord) -> str:
-    """Number of checkpoints and what they cost the loop."""
+    """Number of checkpoints and how long they blocked the loop."""
     checkpoint = record.checkpoint
     if checkpoint.count == 0:
         return "none written"
@@ -266,7 +266,7 @@ def checkpoint_text(record: RunRecord) -> str:
 
 
 def verdict_text(record: RunRecord) -> str | None:
-    """The verdict, or None while nobody has judged the run."""
+    """The verdict, or None if the run has not been diagnosed."""
     judged = record.findings or any(note.startswith("inconclusive: ") for note in record.notes)
     if record.verdict == "inconclusive" and not judged:
         return None
@@ -274,7 +274,7 @@ def verdict_text(record: RunRecord) -> str | None:
 
 
 def target_rows(record: RunRecord) -> list[TargetRow]:
-    """The targets the run was held against, or the usual ones for older runs; empty when none of them is known."""
+    """The run's targets, or the default ones for older runs; empty if no value is known."""
     targets = record.targets or grade_targets(record)
     if all(target.value is None for target in targets):
         return []
@@ -282,13 +282,13 @@ def target_rows(record: RunRecord) -> list[TargetRow]:
 
 
 def target_value(target: Target) -> str:
-    """What the run reached."""
+    """The value that the run reached."""
     show = {"s": seconds, "%": share}.get(target.unit, number)
     return UNKNOWN if target.value is None else show(target.value)
 
 
 def finding_rows(record: RunRecord) -> list[FindingRow]:
-    """The findings in words; settings of a config are named only where there is one."""
+    """The findings as text; config settings are only named if the run has a config."""
     own = record.source == "engine"
     return [_finding_row(finding, own) for finding in record.findings]
 
@@ -305,7 +305,7 @@ def _finding_row(finding: Finding, own: bool) -> FindingRow:
 
 
 def _expected_text(finding: Finding) -> str:
-    """What removing the cause should gain; in words where the share is too uncertain for a figure."""
+    """The expected gain of removing the cause; in words if the estimate is too uncertain for a number."""
     speedup = finding.expected_speedup
     if speedup is not None:
         return f"{speedup.value:.2f}x ({speedup.low:.2f} to {speedup.high:.2f}, {plain(speedup.basis)})"
@@ -316,7 +316,7 @@ def _expected_text(finding: Finding) -> str:
 
 
 def _share_text(finding: Finding) -> str:
-    """The share with its 95% interval, where that is known."""
+    """The fraction with its 95% interval, if known."""
     low, high = finding.evidence.get("share_low"), finding.evidence.get("share_high")
     if finding.share is None or low is None or high is None:
         return share(finding.share)
@@ -324,13 +324,13 @@ def _share_text(finding: Finding) -> str:
 
 
 def _remedy_text(remedy: Remedy, own: bool) -> str:
-    """What to do, and the setting of the config that does it where there is one."""
+    """What to do, with the config setting that does it, if there is one."""
     text = plain(remedy.text)
     return f"{text} ({plain(remedy.knob)}: {plain(remedy.value)})" if own and remedy.knob else text
 
 
 def evidence_text(evidence: dict[str, Any]) -> str:
-    """The figures behind a finding as people read them; their names say in which unit they are."""
+    """A finding's evidence in readable form; the unit follows from the name of each value."""
     return ", ".join(_evidence(plain(key), value) for key, value in evidence.items() if key not in _OF_THE_SHARE)
 
 
@@ -344,7 +344,7 @@ def _evidence(name: str, value: Any) -> str:
     return f"{name.replace('_', ' ')} {cell(value)}"
 
 
-# What the speed of a step is limited by, for findings without a figure.
+# What limits the speed of a step, for findings without an estimate.
 _LIMITS = {
     "input_bound": "the step is limited by how fast batches come",
     "transfer_bound": "the step is limited by copies to the device",
@@ -353,7 +353,7 @@ _LIMITS = {
     "straggler": "the step is limited by the slowest rank",
     "sync_stall": "the step is limited by the host's waits for the device",
     "checkpoint_stall": "training stands still while it is saved",
-    "logging_stall": "the step is limited by work that is no training",
+    "logging_stall": "the step is limited by work other than training",
     "small_batch": "the step is limited by kernels that are nearly empty",
     "precision_unused": "the step is limited by arithmetic in fp32",
     "padding_waste": "the step is limited by arithmetic on padding",
@@ -363,7 +363,7 @@ _LIMITS = {
     "cpu_oversubscribed": "the step is limited by the cores",
 }
 
-# Rates first: "_s" alone ends their names too.
+# Rates first, because their names also end in "_s".
 _UNITS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("_bytes_per_s", "/s", data_size),
     ("_per_s", "/s", number),
@@ -374,7 +374,7 @@ _UNITS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 _SHARES = {"gpu_busy", "cpu_busy", "cpu_waiting", "cpu_stolen", "io_wait", "mfu", "pageable_copies", "trace_gpu_busy"}
 _WORTH_A_PLACE = 0.02
-# Told with the share itself.
+# Shown together with the fraction itself.
 _OF_THE_SHARE = {"share_low", "share_high", "measured_steps"}
 
 EPOCH_HEADER = ("epoch", "time", "train loss", "val. loss", "val. accuracy", "samples/s")
@@ -386,7 +386,7 @@ def epoch_header(epochs: list[EpochRecord]) -> tuple[str, ...]:
 
 
 def epoch_rows(epochs: list[EpochRecord]) -> list[tuple[str, ...]]:
-    """One row of text per epoch; what was not measured is an empty cell."""
+    """One row of text per epoch; unmeasured values are empty cells."""
     metrics = _metrics_of(epochs)
     return [
         (
@@ -407,7 +407,7 @@ def _metrics_of(epochs: list[EpochRecord]) -> list[str]:
 
 
 def environment_rows(environment: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """The fingerprint as name and value, nested names joined by dots."""
+    """The fingerprint as names and values, with nested names joined by dots."""
     rows: list[tuple[str, str]] = []
     for key, value in environment.items():
         name = f"{prefix}{plain(key)}"

@@ -1,4 +1,4 @@
-"""Curves over the steps of a run: first what they show, as data, then the drawing."""
+"""Curves over the steps of a run: first the data, then the drawing."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from frameworm.report.kit import tables
 from frameworm.report.kit.svg import Line, Mark, Part, Point, line_chart, nice_ticks, outlier_limit, stacked_bar
 
 MOST_POINTS = 600
-# Widest first; a chart uses the first unit in which its typical value is one or more.
+# Largest first; a chart uses the first unit in which its typical value is one or more.
 TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _NAMED_CAUSES = 2
-# A phase that makes up less than this of what a step took too long did not cause it.
+# A phase with less than this fraction of a step's excess time is not named as its cause.
 _CAUSE_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """One step that took far longer than the others, and the phases that grew."""
+    """One step that took far longer than the others, and the phases that took longer."""
 
     step: int
     epoch: int
     step_s: float
-    times_typical: float | None  # how many typical steps it took as long as
+    times_typical: float | None  # step time as a multiple of the typical one
     causes: str
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Step times in one unit, with the steps to point at."""
+    """Step times in one unit, with highlighted steps."""
 
     points: list[Point]
     marks: list[Mark]
     unit: str
-    limit: float | None  # where the axis is cut
+    limit: float | None  # where the axis is cut off
     note: str
 
 
 def thinned(series: Sequence[SeriesPoint], limit: int = MOST_POINTS) -> list[SeriesPoint]:
-    """At most `limit` points, each the mean of equally many; what was short enough stays as it is."""
+    """At most `limit` points, each the mean of equally many steps; a short series is returned unchanged."""
     size = math.ceil(len(series) / limit)
     if size <= 1:
         return list(series)
@@ -84,7 +84,7 @@ def outliers(record: RunRecord) -> list[Outlier]:
 
 
 def _causes(step: StepRecord, usual: dict[str, float], typical: float | None) -> str:
-    """The phases that took longer than usual, most first, with the time they took."""
+    """The phases that took longer than usual, largest increase first, with their times."""
     if not step.phases:
         return "not divided into phases"
     grown = sorted(((seconds - usual.get(name, 0.0), name) for name, seconds in step.phases.items()), reverse=True)
@@ -95,7 +95,7 @@ def _causes(step: StepRecord, usual: dict[str, float], typical: float | None) ->
 
 
 def step_timeline(record: RunRecord, series: Sequence[SeriesPoint]) -> Timeline | None:
-    """Step time over the run with the slow steps marked; None when no step was recorded."""
+    """Step time over the run with slow steps marked; None if no step was recorded."""
     times = [point.step_s for point in series if math.isfinite(point.step_s)]
     if not times:
         return None
@@ -125,7 +125,7 @@ def _mark_text(item: Outlier) -> str:
 
 
 def timeline_chart(timeline: Timeline) -> Markup:
-    """The timeline, drawn."""
+    """Draw the timeline."""
     return line_chart(
         [Line(timeline.points, "curve-a")],
         "Time of each step",
@@ -138,7 +138,7 @@ def timeline_chart(timeline: Timeline) -> Markup:
 
 
 def loss_chart(record: RunRecord, series: Sequence[SeriesPoint]) -> Markup:
-    """Training loss over the steps, with the loss of each validation at the end of its epoch."""
+    """Training loss over the steps, with the validation loss at the end of each epoch."""
     training: list[Point] = [(float(point.step), point.loss) for point in series]
     validation = validation_points(record, series)
     lines = [Line(training, "curve-a"), Line(validation, "curve-b", dots=True)]
@@ -148,7 +148,7 @@ def loss_chart(record: RunRecord, series: Sequence[SeriesPoint]) -> Markup:
 def validation_points(record: RunRecord, series: Sequence[SeriesPoint]) -> list[Point]:
     """Validation losses at the last step of their epochs, to within one point of the series.
 
-    Without a series the epochs are taken as equally long.
+    Without a series, epochs are assumed to be equally long.
     """
     epochs = [point.epoch for point in series]
     points: list[Point] = []
@@ -175,5 +175,5 @@ def phase_class(name: str) -> str:
 
 
 def phase_label(name: str) -> str:
-    """The phase as people say it."""
+    """A phase's readable name."""
     return tables.PHASE_LABELS.get(name, tables.plain(name))

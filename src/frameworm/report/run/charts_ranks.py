@@ -1,4 +1,4 @@
-"""Ranks beside each other, and gradients on their way beside backward: first the table, then the drawing."""
+"""Charts of ranks side by side, and of gradient buckets alongside backward: first the data, then the drawing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WAITING = frozenset({"communication_exposed"})
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """One phase of one rank's mean step, from `start_s` on."""
+    """One phase of one rank's mean step, starting at `start_s`."""
 
     name: str
     label: str
@@ -36,19 +36,19 @@ class RankPart:
 
 @dataclass(frozen=True, slots=True)
 class RankBar:
-    """The mean step of one rank; `wait_s` is the end of its exposed communication in which it waited for others."""
+    """The mean step of one rank; `wait_s` is the part of its exposed communication spent waiting for others."""
 
     rank: int
     host: str
     step_s: float
-    work_s: float  # without what it waited for others and the network
+    work_s: float  # without exposed communication
     parts: tuple[RankPart, ...]
     wait_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class BucketBar:
-    """One bucket, or several neighbours taken together; times since the beginning of backward."""
+    """One bucket, or several consecutive ones combined; times since the beginning of backward."""
 
     label: str
     buckets: int
@@ -68,7 +68,7 @@ class Overlap:
 
 
 def rank_bars(record: RunRecord) -> list[RankBar]:
-    """One bar per rank whose phases are known; of many ranks the slowest and the fastest."""
+    """One bar per rank with known phases; if there are many, the slowest and the fastest ranks."""
     bars = [bar for rank in record.ranks if (bar := _rank_bar(rank)) is not None]
     if len(bars) > MOST_RANKS:
         ordered = sorted(bars, key=lambda bar: -bar.work_s)
@@ -95,7 +95,7 @@ def _rank_bar(rank: RankSummary) -> RankBar | None:
 
 
 def rank_chart(bars: Sequence[RankBar]) -> Markup:
-    """Stacked phases per rank on one time axis; empty for fewer than two ranks, which have nothing to compare."""
+    """Stacked phases per rank on one time axis; empty for fewer than two ranks."""
     if len(bars) < 2:
         return Markup("")
     end_s = max(part.start_s + part.length_s for bar in bars for part in bar.parts)
@@ -116,9 +116,9 @@ def rank_chart(bars: Sequence[RankBar]) -> Markup:
 
 
 def overlap(record: RunRecord) -> Overlap | None:
-    """Backward and buckets of rank 0, or None where either was not seen.
+    """Backward and buckets of rank 0, or None if either was not recorded.
 
-    With accumulation only the last backward of a step sends; each is taken to be as long as the others.
+    With accumulation only the last backward pass of a step sends; all passes are assumed to be equally long.
     """
     buckets = [bucket for bucket in record.communication.buckets if _is_drawable(bucket)]
     first = next((rank.phases for rank in record.ranks if rank.rank == 0), {})
@@ -152,7 +152,7 @@ def _bucket_bar(buckets: Sequence[Bucket], first: int, size: int) -> BucketBar:
 
 
 def overlap_chart(data: Overlap) -> Markup:
-    """Backward above, the buckets below it; what ends after backward is hatched there."""
+    """Backward on top, the buckets below; the parts after the end of backward are hatched."""
     scale = _Scale(data.end_s)
     shapes = [
         f'<text x="{_LEFT - 6}" y="20" text-anchor="end">backward</text>',
@@ -179,11 +179,11 @@ def overlap_chart(data: Overlap) -> Markup:
     edge = scale.at(data.backward_s)
     shapes.append(f'<line class="edge" x1="{edge:.1f}" y1="0" x2="{edge:.1f}" y2="{bottom}"/>')
     content = "".join(shapes) + scale.axis(bottom, "since backward began")
-    return drawing(bottom + _AXIS_HEIGHT, "Gradient buckets on their way beside backward", content)
+    return drawing(bottom + _AXIS_HEIGHT, "Gradient buckets sent during backward", content)
 
 
 class _Scale:
-    """Maps times from zero to `end_s` to places across the drawing."""
+    """Maps times from zero to `end_s` to x positions in the drawing."""
 
     def __init__(self, end_s: float) -> None:
         self._end_s = end_s
@@ -193,7 +193,7 @@ class _Scale:
         return _LEFT + time_s / self._end_s * (WIDTH - _LEFT - _RIGHT)
 
     def axis(self, top: float, label: str) -> str:
-        """Ticks below the bars, and what they count."""
+        """The time axis below the bars, with its label."""
         ticks = [tick for tick in nice_ticks(0.0, self._end_s / self._factor) if tick * self._factor <= self._end_s]
         step = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
         shapes = [f'<line class="axis" x1="{_LEFT}" y1="{top}" x2="{WIDTH - _RIGHT}" y2="{top}"/>']

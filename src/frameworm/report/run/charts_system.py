@@ -17,7 +17,7 @@ from frameworm.report.kit.svg import Line, Point, line_chart
 from frameworm.report.run.charts import MOST_POINTS
 
 CURVE_CLASSES = ("curve-a", "curve-b", "curve-c", "curve-d")
-# A resumed run continues its files: what lies between its parts is no time of the run.
+# A resumed run appends to its files: the time between its parts is not part of the run.
 _SHORTEST_PAUSE_S = 60.0
 _PAUSE_INTERVALS = 20.0
 _TOGETHER_BINS = 300
@@ -51,7 +51,7 @@ class RunClock:
     """Seconds since the first sample, without the pauses between the parts of a resumed run.
 
     Args:
-        times: The moments of the samples of each rank.
+        times: The sample times of each rank.
     """
 
     def __init__(self, times: Iterable[Sequence[float]]) -> None:
@@ -59,8 +59,8 @@ class RunClock:
         longest_s = max(_SHORTEST_PAUSE_S, _PAUSE_INTERVALS * max((_interval_s(found) for found in by_rank), default=0))
         ordered = sorted(time for found in by_rank for time in found)
         self._began = ordered[0] if ordered else 0.0
-        self._resumed: list[float] = []  # when each part after a pause began
-        self._paused = [0.0]  # time lost to pauses until then
+        self._resumed: list[float] = []  # start of each part after a pause
+        self._paused = [0.0]  # total pause before each part
         for time, later in itertools.pairwise(ordered):
             if later - time > longest_s:
                 self._resumed.append(later)
@@ -69,20 +69,20 @@ class RunClock:
 
     @property
     def pauses(self) -> int:
-        """How many pauses are left out."""
+        """Number of pauses that are left out."""
         return len(self._resumed)
 
     def part(self, time: float) -> int:
-        """Which part of the run a moment lies in."""
+        """The part of the run that contains a moment."""
         return bisect_right(self._resumed, time)
 
     def at(self, time: float) -> float:
-        """A moment as seconds of the run."""
+        """Convert a moment to seconds of the run."""
         return time - self._began - self._paused[self.part(time)]
 
 
 def system_charts(samples: Mapping[int, Sequence[SystemSample]]) -> list[SystemChart]:
-    """Charts of what was sampled, by rank; figures that no sample has are left out."""
+    """Charts of the samples, by rank; metrics without any sample are omitted."""
     thin = {rank: thinned_samples(found) for rank, found in sorted(samples.items()) if found}
     if not thin:
         return []
@@ -112,7 +112,7 @@ def system_charts(samples: Mapping[int, Sequence[SystemSample]]) -> list[SystemC
 
 
 def system_chart(data: SystemChart) -> Markup:
-    """One chart, drawn."""
+    """Draw one chart."""
     return line_chart(
         [Line(curve.points, curve.css_class) for curve in data.curves],
         f"{data.title} over the run",
@@ -125,7 +125,7 @@ def system_chart(data: SystemChart) -> Markup:
 
 
 def thinned_samples(samples: Iterable[SystemSample]) -> list[SystemSample]:
-    """At most as many samples as a curve has points."""
+    """Reduce samples to the number of points of a curve."""
     found: list[SystemSample] = []
     series = SampleSeries(MOST_POINTS)
     for sample in samples:
@@ -141,7 +141,7 @@ def _interval_s(times: Sequence[float]) -> float:
 
 
 def _by_rank(samples: Mapping[int, Sequence[SystemSample]], clock: RunClock, value: Value) -> list[Curve]:
-    """One curve per rank that has the figure; of many ranks the lowest, the mean and the highest."""
+    """One curve per rank that has the metric; for many ranks the lowest, the mean and the highest."""
     known = {rank: found for rank, found in samples.items() if any(value(sample) is not None for sample in found)}
     if len(known) <= len(CURVE_CLASSES):
         return [
@@ -190,7 +190,7 @@ def _cpu_note(samples: Mapping[int, Sequence[SystemSample]], first: int) -> str:
 
 
 def _points(samples: Sequence[SystemSample], clock: RunClock, value: Value) -> list[Point]:
-    """The curve, broken where the run paused."""
+    """The curve, interrupted where the run paused."""
     points: list[Point] = []
     part = None
     for sample in samples:

@@ -1,4 +1,4 @@
-"""A run as one HTML file that opens offline: no scripts, nothing fetched, everything inline."""
+"""A run as one self-contained HTML file that opens offline, without scripts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from frameworm.report.kit.page_templates import load_template
 from frameworm.report.run import charts, charts_ranks, charts_system
 from frameworm.report.run.network_text import communication_text
 
-_DOUBT = "inconclusive: "  # begins the notes that say why there is no verdict
+_DOUBT = "inconclusive: "  # prefix of notes that say why there is no verdict
 _GRADE_SIGNS = {"met": "✓", "missed": "✗"}
 
 
 @dataclass(frozen=True, slots=True)
 class FindingView:
-    """One finding as the page shows it; each remedy is its sentence and the option that applies it, if one does."""
+    """One finding as the page shows it; each remedy is a sentence and the option that applies it, if any."""
 
     row: tables.FindingRow
     level: str  # critical, warning or soft
@@ -37,13 +37,13 @@ def render_html(
     config_text: str = "",
     samples: Mapping[int, Sequence[SystemSample]] | None = None,
 ) -> str:
-    """The whole page.
+    """Render the whole page.
 
     Args:
         record: The run.
-        series: Loss and step time over the run, as `StepAggregate.series` gives them.
-        config_text: The resolved config, shown as it is.
-        samples: What was seen of the machine, by rank.
+        series: Loss and step time over the run, as `StepAggregate.series` returns them.
+        config_text: The resolved config, shown verbatim.
+        samples: Samples of the machine, by rank.
     """
     notes = [tables.plain(note) for note in record.notes]
     series = charts.thinned(series)
@@ -93,7 +93,7 @@ def render_html(
 
 
 def finding_views(record: RunRecord) -> list[FindingView]:
-    """The findings, each remedy with the option to copy; a script that is watched has no such options."""
+    """The findings, each remedy with an option to copy; a watched script has no such options."""
     return [
         FindingView(
             row, row.severity if row.severity in ("critical", "warning") else "soft", _remedies(finding, record)
@@ -111,7 +111,7 @@ def _remedies(finding: Finding, record: RunRecord) -> tuple[tuple[str, str], ...
 
 
 def set_option(knob: str, value: Any) -> str:
-    """The option that sets a knob, as a shell takes it."""
+    """The command-line option that sets a knob, quoted for the shell."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return f"--set {shlex.quote(tables.plain(f'{knob}={text}'))}"
 
@@ -143,7 +143,7 @@ def _outlier_row(item: charts.Outlier) -> tuple[str, ...]:
 
 
 def _figures(record: RunRecord) -> list[tables.Figure]:
-    """The figures at the top; a script that is watched tells no quality, so unknown ones are left out there."""
+    """The numbers at the top; for a watched script, which does not report quality, unknown ones are omitted."""
     found = [*tables.quality_figures(record), *tables.speed_figures(record), *tables.run_figures(record)]
     return [figure for figure in found if record.source == "engine" or figure.value != tables.UNKNOWN]
 

@@ -1,4 +1,4 @@
-"""The log that a run leaves in its folder: the lines of its progress and what the engine says, with the time."""
+"""The log in a run's folder: progress lines and log messages of the engine, with timestamps."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _LOGGER = logging.getLogger("frameworm")
 
 
 def _opened(path: Path) -> TextIO:
-    """The file to add to; a new one is not for everybody to write to, whatever the umask."""
+    """Open the file to append; a new one is not world-writable, whatever the umask."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), "a", encoding="utf-8")
 
 
 class RunLog(ProgressLine):
-    """Writes `train.log`, from `begin` on: a folder with nothing but a log would look like anything but a run's.
+    """Writes `train.log`, starting at `begin`: a folder with only a log would not look like a run's.
 
     Args:
-        path: Lines are added to its end.
+        path: Lines are appended to this file.
         total_steps: As in `ProgressLine`.
         epochs: As in `ProgressLine`.
         world_size: As in `ProgressLine`.
@@ -41,11 +41,11 @@ class RunLog(ProgressLine):
         super().__init__(total_steps, epochs, world_size, io.StringIO(), mfu)
         self._path = path
         self._every_s = EVERY_S
-        # Not a handler: beside one of ours, `logging` would no longer print warnings where nobody has set it up.
+        # A filter, not a handler: with one, `logging` would stop printing warnings if the user has not configured it.
         _LOGGER.addFilter(self._hear)
 
     def begin(self) -> None:
-        """Write down what was said so far, and from here on everything; without effect the second time.
+        """Write the messages so far, and from now on all new ones; a second call has no effect.
 
         Raises:
             OSError: The file cannot be written.
@@ -57,16 +57,16 @@ class RunLog(ProgressLine):
             self._stream.flush()
 
     def on_run_end(self, record: RunRecord) -> None:
-        """Say how it ended."""
+        """Log how the run ended."""
         super().on_run_end(record)
         for note in record.notes:
             self._say(f"note: {note}")
         self._say(f"{record.status} after step {record.steps:,}, loss {number(record.quality.train_loss)}")
 
     def close(self) -> None:
-        """Hear no more."""
+        """Stop logging."""
         _LOGGER.removeFilter(self._hear)
-        with contextlib.suppress(OSError):  # the disk is full
+        with contextlib.suppress(OSError):  # such as a full disk
             self._stream.close()
 
     def _hear(self, record: logging.LogRecord) -> bool:

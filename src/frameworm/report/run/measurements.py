@@ -1,4 +1,4 @@
-"""What a monitor or a profiler measured, as plain text."""
+"""The measurements of a monitor or a profiler, as plain text."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ def render_metrics(
     notes: Sequence[str] = (),
     total: str = "total_time",
 ) -> str:
-    """Each metric with its share of the step, the steps that stand out, and what to do about it.
+    """Each metric with its fraction of the step, the outlier steps, and recommendations.
 
     Args:
         statistics: Spread of each metric.
-        counts: How many values each metric has.
-        total: The metric the others are a part of; without it their sum stands for it.
+        counts: Number of values of each metric.
+        outliers: Steps that took far longer than others.
+        record: The record with verdict and findings.
+        notes: Further remarks.
+        total: The metric that the others are part of; if it is missing, their sum is used.
     """
     if not statistics:
         return "nothing was measured yet\n"
@@ -51,7 +54,7 @@ def render_metrics(
 
 
 def render_scopes(summary: Mapping[str, Any]) -> str:
-    """The tree of a profiler's scopes, widest first, and the memory it saw."""
+    """The tree of a profiler's scopes, longest first, and the memory samples."""
     rows: list[tuple[str, ...]] = [("scope", "count", "total", "self", "mean", "max", "share", "device")]
     whole = sum(scope["total_s"] for scope in summary["scopes"])
     for depth, scope in _walk(summary["scopes"]):
@@ -67,7 +70,7 @@ def render_scopes(summary: Mapping[str, Any]) -> str:
     lines = _aligned(rows) if len(rows) > 1 else ["no scope was closed yet"]
     memory = summary["memory"]
     if memory["peak_bytes"] is not None:
-        lines.append(f"GPU memory: peak {tables.data_size(memory['peak_bytes'])}, {memory['looks']} looks")
+        lines.append(f"GPU memory: peak {tables.data_size(memory['peak_bytes'])}, {memory['looks']} samples")
     lines += [f"trace: {path}" for path in summary["traces"]]
     lines += [f"note: {tables.plain(note)}" for note in summary["notes"]]
     return "\n".join(lines) + "\n"
@@ -81,7 +84,7 @@ def _walk(scopes: Sequence[Mapping[str, Any]], depth: int = 0) -> list[tuple[int
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of equal width: names and bars from the left, figures from the right."""
+    """Aligned columns: names and bars to the left, numbers to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:

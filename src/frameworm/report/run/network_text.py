@@ -1,4 +1,4 @@
-"""The communication of a run in words."""
+"""The communication of a run as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from frameworm.report.kit.tables import data_size, seconds
 
 
 def communication_text(record: RunRecord) -> str | None:
-    """Communication per step, or None for a run that had none to measure."""
+    """Communication per step; None for a run without measured communication."""
     if record.batch.world_size == 1:
         return None
     communication = record.communication
@@ -30,7 +30,7 @@ def communication_text(record: RunRecord) -> str | None:
 
 
 def compression_text(compression: Compression) -> str:
-    """Which compression, and who chose it."""
+    """The compression method, and who chose it."""
     if compression.chosen_by != "auto":
         return f"compressed by {compression.method}"
     weighed = {item.method: item.measured_s for item in compression.candidates}

@@ -1,4 +1,4 @@
-"""The page of a stored run, from nothing but its folder."""
+"""The page of a stored run, built from its folder alone."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SYSTEM_NAME = re.compile(r"system-rank(\d+)\.jsonl")
 
 
 def page_of(folder: RunFolder, record: RunRecord | None = None) -> str:
-    """The whole page of a run, as `report.html` holds it.
+    """The page of a run, as in `report.html`.
 
     Args:
-        folder: The run. Files that are missing or unreadable, other than its summary, leave their part of the page out.
-        record: The run's record where a newer one than the summary on disk is at hand, as after a new diagnosis.
+        folder: The run. If files other than its summary are missing or unreadable, their part of the page is left out.
+        record: A newer record than the summary on disk, for example after a new diagnosis.
 
     Raises:
         RunFolderError: `record` is not given and there is no readable summary.
@@ -35,20 +35,20 @@ def page_of(folder: RunFolder, record: RunRecord | None = None) -> str:
 
 
 def samples_of(folder: RunFolder) -> dict[int, list[SystemSample]]:
-    """What the samplers of all ranks saw, thinned to what a curve can show; without files that cannot be read."""
+    """The samples of all ranks, thinned to what a curve can show; unreadable files are skipped."""
     found = {}
     for path in folder.path.glob("system-rank*.jsonl"):
         match = _SYSTEM_NAME.fullmatch(path.name)
         if match is None:
             continue
-        # TypeError: JSON that a sampler never writes, such as words in place of numbers.
+        # TypeError: JSON that a sampler never writes, such as strings in place of numbers.
         with contextlib.suppress(RunFolderError, TypeError):
             found[int(match[1])] = thinned_samples(read_samples(path))
     return dict(sorted(found.items()))
 
 
 def _read_steps(folder: RunFolder, record: RunRecord) -> list[SeriesPoint]:
-    """The curves of the first rank; its slow steps go into a record that has none."""
+    """The curves of the first rank; also fills in slow steps if the record has none."""
     readers = folder.step_readers()
     if not readers:
         return []

@@ -1,4 +1,4 @@
-"""What is shown while a run goes on: one live line on a terminal, plain lines elsewhere."""
+"""Progress of a run: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ _NARROW_BAR_WIDTH = 8
 _TIME_LEFT_WIDTH = 7
 
 
-# Share of the device's peak that steps reach: from their samples, tokens, squared tokens and seconds.
+# Computes the MFU of steps from their samples, tokens, squared tokens and seconds.
 Mfu = Callable[[float, float | None, float | None, float], float | None]
 
 
 def in_notebook(stream: TextIO) -> bool:
-    """Whether what is written there becomes the output of a notebook's cell."""
+    """Whether the stream becomes the output of a notebook cell."""
     return type(stream).__module__.startswith("ipykernel.")
 
 
 def somebody_watches() -> bool:
-    """Whether progress is worth showing unasked: on a terminal and in a notebook, not in a log file."""
+    """Whether to show progress by default: on a terminal and in a notebook, not in a log file."""
     return sys.stderr.isatty() or in_notebook(sys.stdout)
 
 
 class ProgressLine(Listener):
-    """Loss, samples/s, MFU where it is known, and time left.
+    """Loss, samples/s, MFU if known, and time left.
 
-    On a terminal also the shares of the phases, elsewhere that of the wait for data.
+    On a terminal it also shows the fractions of all phases, elsewhere only that of the data wait.
 
     Args:
-        total_steps: Steps of the whole run, or None when nobody knows.
+        total_steps: Steps of the whole run; None if unknown.
         epochs: Epochs of the whole run.
-        world_size: Ranks that do what this one does.
-        stream: Where to write; a terminal gets the live line. None for stderr, in a notebook stdout: notebooks
-            show stderr as an error.
-        mfu: Tells the MFU of steps of this rank.
+        world_size: Number of ranks, assumed to do the same work as this one.
+        stream: Where to write; a terminal gets the live line. None: stderr, or stdout in a notebook, where stderr is
+            shown as an error.
+        mfu: Computes the MFU of this rank's steps.
     """
 
     must_not_break_training: ClassVar[bool] = True
@@ -82,14 +82,14 @@ class ProgressLine(Listener):
         self._began = 0.0
 
     def on_run_start(self, record: RunRecord) -> None:
-        """Begin to draw."""
+        """Start drawing."""
         self._began = monotonic()
         self._next = self._began + self._every_s
         if self._live is not None:
             self._live.start()
 
     def on_step(self, step: StepRecord) -> None:
-        """Take the step in, and draw now and then."""
+        """Add the step, and redraw at intervals."""
         loss = step.loss
         if loss is not None:
             self._loss = loss if self._loss is None else _SMOOTHING * self._loss + (1 - _SMOOTHING) * loss
@@ -98,7 +98,7 @@ class ProgressLine(Listener):
             self._tokens += step.tokens
             self._squared_tokens += step.tokens**2 / max(step.samples, 1)
         self._time_s += step.step_s
-        if step.phases:  # short steps on a GPU are not all divided
+        if step.phases:  # not all short steps on a GPU are divided
             self._divided_s += step.step_s
             phases = self._phases
             for name, phase_s in step.phases.items():
@@ -109,7 +109,7 @@ class ProgressLine(Listener):
             self._draw(step.step, step.epoch)
 
     def on_epoch(self, epoch: EpochRecord) -> None:
-        """One plain line per epoch, on terminals too."""
+        """Print one plain line per epoch, also on terminals."""
         parts = [f"epoch {epoch.epoch}/{self._epochs}", f"loss {number(epoch.train_loss)}"]
         if epoch.val_loss is not None:
             parts.append(f"val loss {number(epoch.val_loss)}")
@@ -128,7 +128,7 @@ class ProgressLine(Listener):
 
     def _draw(self, step: int, epoch: int) -> None:
         rate = self._samples * self._world_size / self._time_s if self._time_s > 0 else 0.0
-        if self._divided_s > 0:  # else those of the last time stand
+        if self._divided_s > 0:  # otherwise the previous ones are kept
             self._shares = {name: phase_s / self._divided_s for name, phase_s in self._phases.items()}
         tokens, squared = (self._tokens, self._squared_tokens) if self._tokens else (None, None)
         mfu = None if self._mfu is None else self._mfu(self._samples, tokens, squared, self._time_s)
@@ -157,7 +157,7 @@ class ProgressLine(Listener):
 
 
 class Live:
-    """The live line, by rich; it is redrawn only when told and changed, so that no thread competes with training."""
+    """The live line, drawn by rich; it is redrawn only on a change, so that no thread competes with training."""
 
     def __init__(self, total: int | None, stream: TextIO) -> None:
         self._total = total
@@ -180,9 +180,9 @@ class Live:
         self._progress.start()
 
     def update(self, step: int, epoch: str, text: str, shares: Mapping[str, float]) -> None:
-        """Draw it anew, with as many phases as the terminal has room for, unless it would look the same."""
+        """Redraw it if it has changed, with as many phases as fit on the terminal."""
         steps = f"{step}/{self._total}" if self._total else f"{step} steps"
-        # One space between any two of the five columns.
+        # One space between each two of the five columns.
         room = self._progress.console.width - len(epoch) - len(steps) - len(text) - _TIME_LEFT_WIDTH - 4
         all_phases = phase_shares_text(shares, sys.maxsize)
         self._bar.bar_width = _BAR_WIDTH if len(all_phases) + 2 + _BAR_WIDTH <= room else _NARROW_BAR_WIDTH
@@ -195,19 +195,19 @@ class Live:
             self._progress.update(self._task, completed=step, epoch=epoch, text=text, refresh=True)
 
     def say(self, text: str) -> None:
-        """Write a line above it."""
+        """Print a line above it."""
         self._progress.console.print(printable(text), highlight=False, markup=False)
 
     def stop(self) -> None:
-        """Take it away."""
+        """Remove it."""
         self._progress.stop()
 
 
 def phase_shares_text(shares: Mapping[str, float], width: int) -> str:
-    """The phases in the order of a step, as `data 3% · forward 31%`; the largest of them, if not all fit in `width`.
+    """The phases in the order of a step, as `data 3% · forward 31%`; only the largest if not all fit in `width`.
 
     Args:
-        shares: Part of the step time that each phase took, 0 to 1; what rounds to nothing is left out.
+        shares: Fraction of the step time of each phase, 0 to 1; those that round to zero are omitted.
         width: Most characters to use.
     """
     order = [*(name for name in PHASES if name in shares), *(name for name in shares if name not in PHASES)]

@@ -19,9 +19,9 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def render_text(record: RunRecord, width: int = 80) -> str:
-    """The run as lines of at most `width` characters (never under 40), without any terminal codes.
+    """The run as lines of at most `width` characters (never under 40), without terminal codes.
 
-    What is unknown says so or is left out; it is never shown as zero.
+    Unknown values are labelled as such or omitted, never shown as zero.
     """
     width = max(width, _NARROWEST)
     title = " · ".join(tables.title_parts(record))
@@ -47,7 +47,7 @@ def render_text(record: RunRecord, width: int = 80) -> str:
     for note in record.notes:
         lines += _field("note", tables.plain(note), width)
     if record.run_dir is not None:
-        # Not wrapped: a path in two pieces cannot be copied.
+        # Not wrapped, so that the path can be copied.
         lines.append(f"{'folder':<{LABEL_WIDTH}}{tables.plain(record.run_dir)}")
     if record.storage is not None and record.storage.uploaded:
         lines.append(f"{'uploaded':<{LABEL_WIDTH}}{tables.plain(record.storage.url)}")
@@ -95,7 +95,7 @@ def bar(share: float, width: int) -> str:
 
 
 def judgement_lines(record: RunRecord, width: int) -> list[str]:
-    """The verdict, the findings behind it and what to try; empty while nobody has judged the run."""
+    """The verdict, the findings behind it and what to try; empty if the run has not been diagnosed."""
     verdict = tables.verdict_text(record)
     if verdict is None:
         return []

@@ -1,4 +1,4 @@
-"""What a trace says, on one screen of plain text."""
+"""A trace summary on one screen of plain text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MATMUL_LABELS = {
 
 
 def render_trace(summary: TraceSummary, width: int = 80, shown: int = SHOWN) -> str:
-    """The trace as lines of at most `width` characters (never under 60), without any terminal codes."""
+    """The trace as lines of at most `width` characters (never under 60), without terminal codes."""
     width = max(width, _NARROWEST)
     lines = _title(summary, width)
     for device in summary.devices:
@@ -130,7 +130,7 @@ def _host(summary: TraceSummary, width: int) -> list[str]:
         parts.append(f"waiting for the device {tables.seconds(host.synchronisation_s)}")
     if host.communication_s:
         exposed = tables.seconds(host.communication_exposed_s)
-        parts.append(f"collectives {tables.seconds(host.communication_s)}, {exposed} of it beside no operator")
+        parts.append(f"collectives {tables.seconds(host.communication_s)}, {exposed} of it while no operator ran")
     lines = _field("host", ", ".join(parts), width)
     if len(summary.threads) > 1:
         text = ", ".join(f"{tables.plain(item.name)} {tables.seconds(item.busy_s)}" for item in summary.threads[:4])

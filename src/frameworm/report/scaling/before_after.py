@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from frameworm.guard.comparison import Difference
+from frameworm.records.estimate import OpenInterval
 from frameworm.report.checks.guard import difference_lines
 from frameworm.report.kit.layout import field, heading, table
 from frameworm.report.kit.tables import number, plain, seconds, share
 from frameworm.scaling.before_after import Change, Pair, Side
-from frameworm.scaling.points import MODES, Interval
+from frameworm.scaling.points import MODES
 
 WIDTH = 100
 HEADER = ("world size", "", "A", "B", "change")
@@ -23,14 +24,15 @@ def render_sweeps(
     notes: Sequence[str] = (),
     width: int = WIDTH,
 ) -> str:
-    """All data sets of two sweeps.
+    """Compare all data sets of two sweeps.
 
     Args:
-        before: What A is called.
-        after: What B is called.
-        changes: From `compare_sweeps`.
+        before: Name of A.
+        after: Name of B.
+        changes: The result of `compare_sweeps`.
         settings: For each change the settings that differ.
-        notes: What else there is to say.
+        notes: Further remarks.
+        width: Most characters per line.
     """
     lines = heading(f"compare · A {plain(before)} · B {plain(after)}", width)
     for index, change in enumerate(changes):
@@ -42,7 +44,7 @@ def render_sweeps(
 
 
 def sentence(change: Change) -> str | None:
-    """The largest world size that both have, in one sentence."""
+    """The change at the largest world size that both have, in one sentence."""
     pair = next((pair for pair in reversed(change.pairs) if pair.before and pair.after and pair.world_size > 1), None)
     if pair is None or pair.before is None or pair.after is None:
         return None
@@ -100,7 +102,7 @@ def _times(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}x"
 
 
-def _interval(value: Interval) -> str:
+def _interval(value: OpenInterval) -> str:
     if value.low is None or value.high is None:
         return f"{value.value:.2f}"
     return f"{value.value:.2f} ({value.low:.2f} to {value.high:.2f})"

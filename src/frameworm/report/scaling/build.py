@@ -1,4 +1,4 @@
-"""From stored runs to the table of a scaling report: grouped, judged, with intervals."""
+"""Build the table of a scaling report from stored runs: grouped and graded, with intervals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from frameworm.records.estimate import known
+from frameworm.records.estimate import OpenInterval, known, without_spread
 from frameworm.records.schema import EpochRecord
 from frameworm.report.kit.tables import plain
 from frameworm.report.scaling.table import (
@@ -21,17 +21,16 @@ from frameworm.report.scaling.table import (
     Configuration,
     DatasetTable,
     EpochCurve,
-    Measure,
     Row,
     ScalingReport,
 )
 from frameworm.scaling import analysis
-from frameworm.scaling.points import Interval, Point, mean_interval, student, variance_of_mean
+from frameworm.scaling.points import Point, mean_interval, student, variance_of_mean
 from frameworm.scaling.run_points import Collection, plain_name
 
 _ADVICE = {
     "communication": "raise training.global_batch (or training.accumulation) so that each synchronisation has more "
-    "compute beside it, or set parallel.compression to bf16 and check the accuracy",
+    "compute to hide it, or set parallel.compression to bf16 and check the accuracy",
     "stragglers": "find the slow rank in the runs' report.html; batching: bucketed evens out lengths, and every rank "
     "needs cores of its own",
     "input": "raise data.num_workers and data.prefetch_factor, or use batching: packed, until data_wait is gone",
@@ -39,19 +38,19 @@ _ADVICE = {
     "shared_device": "give each process cores or a device of its own",
     "other": "run `frameworm profile` at this world size: no phase of the runs explains the lost time",
 }
-# A factor of e**20 either way says all there is to say: nothing is known.
+# A factor of e**20 either way means that nothing is known.
 _LARGEST_MARGIN = 20.0
 
-Epochs = Mapping[str, Sequence[EpochRecord]]  # of each run, warm-up included
+Epochs = Mapping[str, Sequence[EpochRecord]]  # by run, including warm-up
 
 
 def build_report(root: str, warmup: int, collection: Collection, epochs: Epochs) -> ScalingReport:
-    """Judge each group of runs, and lay the figures out.
+    """Grade each group of runs and build the report's tables.
 
     Args:
-        root: What the report is called after.
+        root: The folder that the report is named after.
         warmup: Epochs that were left out of each run.
-        collection: The runs that may be compared, and the others.
+        collection: The runs that can be compared, and the others.
         epochs: The epochs of each run, by its folder.
     """
     curves = analysis.analyse(collection.points).curves
@@ -73,7 +72,7 @@ def _dataset(
     for index, (curve, label) in enumerate(zip(curves, _labels(curves))):
         alone = len(curve.rows) == 1
         rows = [_row(row, None if row is curve.base else curve.base.point, root, alone=alone) for row in curve.rows]
-        serial = None if curve.serial_fraction is None else _measure(curve.serial_fraction)
+        serial = curve.serial_fraction
         configurations.append(Configuration(label, curve.mode, tuple(rows), serial, _notes(curve)))
         for row in curve.rows:
             found = [epochs.get(run.run or "", ()) for run in row.point.measurements]
@@ -84,12 +83,12 @@ def _dataset(
 
 
 def _notes(curve: analysis.Curve) -> tuple[str, ...]:
-    """What the analysis adds; of a single run it knows no interval, but here its epochs give one."""
+    """The analysis' notes, without those on missing intervals of single runs, which epochs provide here."""
     return tuple(note for note in curve.notes if "run once" not in note)
 
 
 def _labels(curves: Sequence[analysis.Curve]) -> list[str]:
-    """What tells the configurations of a data set apart: their names, else the batch that stays the same."""
+    """Labels that distinguish the configurations of a data set: their names, or the batch that stays constant."""
     named = len({curve.name for curve in curves}) > 1
     labels = []
     for curve in curves:
@@ -110,7 +109,7 @@ def _row(row: analysis.Row, base: Point | None, root: str, *, alone: bool) -> Ro
     speedup = efficiency = None
     if not alone:
         margin = None if base is None or row.speedup.low is not None else _epochs_margin(base, point)
-        speedup, efficiency = (_widened(_measure(item), margin) for item in (row.speedup, row.efficiency))
+        speedup, efficiency = (_widened(item, margin) for item in (row.speedup, row.efficiency))
     return Row(
         world_size=row.world_size,
         runs=tuple(_below(root, run.run) for run in runs),
@@ -123,9 +122,9 @@ def _row(row: analysis.Row, base: Point | None, root: str, *, alone: bool) -> Ro
         samples_per_s=_speed(point, over),
         speedup=speedup,
         efficiency=efficiency,
-        val_accuracy=_mean(point.values("val_accuracy")),
-        val_loss=_mean(point.values("val_loss")),
-        train_loss=_mean(point.values("train_loss")),
+        val_accuracy=mean_interval(point.values("val_accuracy")),
+        val_loss=mean_interval(point.values("val_loss")),
+        train_loss=mean_interval(point.values("train_loss")),
         status=BASELINE if row.grade is None else NEGATIVE if row.finding is not None else row.grade,
         interval_over=over,
         serial_fraction=row.serial_fraction,
@@ -142,12 +141,12 @@ def _below(root: str, run: str | None) -> str:
     return plain(path.relative_to(root)) if path.is_relative_to(root) and path != Path(root) else plain(path.name)
 
 
-def _speed(point: Point, over: str) -> Measure | None:
-    """Samples per second; of one run, as uncertain as the time of its epochs."""
+def _speed(point: Point, over: str) -> OpenInterval | None:
+    """Samples per second; for a single run with the uncertainty of its epoch times."""
     values = point.values("samples_per_s")
     if not values or over != OVER_EPOCHS:
         return _positive_mean(values)
-    return _widened(Measure(values[0]), _margin([point.measurements[0].epochs_s]))
+    return _widened(without_spread(values[0]), _margin([point.measurements[0].epochs_s]))
 
 
 def _cause(row: analysis.Row) -> str:
@@ -159,7 +158,7 @@ def _cause(row: analysis.Row) -> str:
     return f"{lost}: {plain(row.cause)}" if row.cause else lost
 
 
-def _recommendation(row: analysis.Row, speedup: Measure | None, *, alone: bool) -> str:
+def _recommendation(row: analysis.Row, speedup: OpenInterval | None, *, alone: bool) -> str:
     if alone:
         return "run it on another world size too: `frameworm scale` does both"
     advice = _advice(row)
@@ -186,38 +185,29 @@ def _advice(row: analysis.Row) -> str:
     return f"{lost}: {advice}" if advice else lost
 
 
-def _measure(interval: Interval) -> Measure:
-    return Measure(interval.value, interval.low, interval.high)
-
-
-def _mean(values: Sequence[float]) -> Measure | None:
-    interval = mean_interval(values)
-    return None if interval is None else _measure(interval)
-
-
-def _positive_mean(values: Sequence[float]) -> Measure | None:
-    """The mean of times or speeds, with an interval that never falls below zero."""
-    mean = _mean(values)
-    return None if mean is None else _widened(Measure(mean.mean), _margin([values]))
+def _positive_mean(values: Sequence[float]) -> OpenInterval | None:
+    """The mean of times or speeds, with an interval that stays positive."""
+    mean = mean_interval(values)
+    return None if mean is None else _widened(without_spread(mean.value), _margin([values]))
 
 
 def _epochs_margin(base: Point, point: Point) -> float | None:
-    """Half the interval of the logarithm of a ratio of speeds, from how epochs scatter."""
+    """Half the interval of the logarithm of a ratio of speeds, from the scatter of epochs."""
     return _margin([[time_s for run in side.measurements for time_s in run.epochs_s] for side in (base, point)])
 
 
 def _margin(sides: Sequence[Sequence[float]]) -> float | None:
-    """The same of times that are multiplied or divided by each other; None where one was taken only once."""
+    """Half the log interval of a product or ratio of times; None if one was measured only once."""
     if any(len(side) < 2 for side in sides):
         return None
     variance = math.fsum(variance_of_mean(side) / (math.fsum(side) / len(side)) ** 2 for side in sides)
     return min(student(min(len(side) for side in sides) - 1) * math.sqrt(variance), _LARGEST_MARGIN)
 
 
-def _widened(measure: Measure, margin: float | None) -> Measure:
+def _widened(measure: OpenInterval, margin: float | None) -> OpenInterval:
     if margin is None:
         return measure
-    return dataclasses.replace(measure, low=measure.mean * math.exp(-margin), high=measure.mean * math.exp(margin))
+    return dataclasses.replace(measure, low=measure.value * math.exp(-margin), high=measure.value * math.exp(margin))
 
 
 def _epoch_curve(index: int, world_size: int, runs: Sequence[Sequence[EpochRecord]]) -> EpochCurve:
@@ -250,12 +240,12 @@ _LONGEST_STEM = 80
 
 
 def shown_name(name: str) -> str:
-    """The name as figures and tables show it."""
+    """The name as plots and tables show it."""
     return _SHOWN.get(plain_name(name), plain(name) or "unknown")
 
 
 def file_stems(names: Iterable[str]) -> dict[str, str]:
-    """For each name the beginning of its files' names: lower case, safe on any disk, no two alike."""
+    """A unique file name prefix for each name: lower case, safe on any file system."""
     stems: dict[str, str] = {}
     for name in sorted(set(names)):
         stem = re.sub(r"[^a-z0-9_-]+", "_", name.lower()).strip("_-")[:_LONGEST_STEM] or "dataset"

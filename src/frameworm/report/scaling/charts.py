@@ -1,7 +1,7 @@
-"""Drawings of a scaling report's page: curves over world sizes and epochs, and bars of where efficiency goes.
+"""Charts of a scaling report's page: curves over world sizes and epochs, and bars of efficiency losses.
 
-Every dot tells its figures when pointed at. Each curve carries the classes of its configuration and world size, by
-which the page hides and shows it.
+Every dot has a tooltip with its values. Each curve has the CSS classes of its configuration and world size, by which
+the page hides and shows it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 
 from markupsafe import Markup
 
+from frameworm.records.estimate import OpenInterval
 from frameworm.report.kit.svg import Line, Part, line_chart, stacked_bar
 from frameworm.report.kit.tables import number, seconds
-from frameworm.report.scaling.table import LOSSES, DatasetTable, EpochCurve, Measure, Row
+from frameworm.report.scaling.table import LOSSES, DatasetTable, EpochCurve, Row
 from frameworm.report.scaling.text import interval, size_text
 
 CURVES = "abcdefg"
@@ -38,12 +39,12 @@ LOSS_CLASSES = {
 
 
 def curve_class(index: int) -> str:
-    """The class that colours the curve at a place; after the last colour they begin again."""
+    """The CSS class for the colour of a curve; colours repeat after the last one."""
     return f"curve-{CURVES[index % len(CURVES)]}"
 
 
 def speedup_chart(table: DatasetTable) -> Markup:
-    """Speedup over world sizes beside the ideal one."""
+    """Speedup over world sizes, with the ideal one."""
     compared = [item for item in table.configurations if len(item.rows) > 1]
     if not compared:
         return Markup("")
@@ -82,7 +83,7 @@ def efficiency_chart(table: DatasetTable) -> Markup:
 
 def throughput_chart(table: DatasetTable) -> Markup:
     """Samples per second over world sizes."""
-    fastest = max((row.samples_per_s.mean for row in table.rows if row.samples_per_s is not None), default=0.0)
+    fastest = max((row.samples_per_s.value for row in table.rows if row.samples_per_s is not None), default=0.0)
     factor, unit = (1e3, "thousand samples/s") if fastest >= 1e4 else (1.0, "samples/s")
     return line_chart(
         [_divided(line, factor) for line in _over_sizes(table, lambda row: row.samples_per_s, "{:,.1f}")],
@@ -95,7 +96,7 @@ def throughput_chart(table: DatasetTable) -> Markup:
 
 
 def _divided(line: Line, factor: float) -> Line:
-    """The curve in a larger unit, so that its axis has room for the labels."""
+    """Scale the curve to a larger unit, so that the labels fit next to its axis."""
     return dataclasses.replace(
         line,
         points=[(x, None if y is None else y / factor) for x, y in line.points],
@@ -104,7 +105,7 @@ def _divided(line: Line, factor: float) -> Line:
 
 
 def epoch_chart(table: DatasetTable) -> Markup:
-    """Time of each epoch, warm-up included."""
+    """Time of each epoch, including warm-up."""
     return line_chart(
         _over_epochs(table, lambda curve: curve.epoch_time_s, seconds),
         f"Time of each epoch on {table.name}",
@@ -115,7 +116,7 @@ def epoch_chart(table: DatasetTable) -> Markup:
 
 
 def quality_chart(table: DatasetTable) -> tuple[str, Markup]:
-    """Accuracy after each epoch, or else the loss, with its name."""
+    """Accuracy after each epoch, or else the loss; with the metric's name."""
     choices: tuple[tuple[str, Callable[[EpochCurve], Sequence[float | None]]], ...] = (
         ("validation accuracy", lambda curve: curve.val_accuracy),
         ("validation loss", lambda curve: curve.val_loss),
@@ -129,13 +130,13 @@ def quality_chart(table: DatasetTable) -> tuple[str, Markup]:
 
 
 def loss_bars(table: DatasetTable) -> list[tuple[int, str, Markup]]:
-    """For each row beyond a base its configuration, a name, and the efficiency used and lost as a bar."""
+    """For each row beyond a base: its configuration, a label, and a bar of the efficiency used and lost."""
     bars = []
     for index, item in enumerate(table.configurations):
         for row in item.rows[1:]:
             if row.efficiency is None or not row.losses:
                 continue
-            parts = [Part("used", max(row.efficiency.mean, 0.0), LOSS_CLASSES["used"])]
+            parts = [Part("used", max(row.efficiency.value, 0.0), LOSS_CLASSES["used"])]
             for name in LOSSES:
                 share = row.losses.get(name)
                 if share is not None and share > 0:
@@ -146,7 +147,7 @@ def loss_bars(table: DatasetTable) -> list[tuple[int, str, Markup]]:
 
 
 def _place(world_size: int) -> float:
-    """World sizes mostly double, so they stand evenly on a logarithmic axis."""
+    """World sizes mostly double, so a logarithmic axis spaces them evenly."""
     return math.log2(world_size)
 
 
@@ -157,17 +158,17 @@ def _names(table: DatasetTable) -> list[tuple[float, str]]:
     return [(_place(size), str(size) if size in kept else "") for size in sizes]
 
 
-def _over_sizes(table: DatasetTable, pick: Callable[[Row], Measure | None], form: str) -> list[Line]:
+def _over_sizes(table: DatasetTable, pick: Callable[[Row], OpenInterval | None], form: str) -> list[Line]:
     lines = []
     for index, item in enumerate(table.configurations):
         found = [(row, measure) for row in item.rows if (measure := pick(row)) is not None]
         lines.append(
             Line(
-                [(_place(row.world_size), measure.mean) for row, measure in found],
+                [(_place(row.world_size), measure.value) for row, measure in found],
                 f"{curve_class(index)} series-{index}",
                 dots=True,
                 texts=[
-                    f"{size_text(table, row)}, {item.label}: {form.format(measure.mean)}{interval(measure, form)}, "
+                    f"{size_text(table, row)}, {item.label}: {form.format(measure.value)}{interval(measure, form)}, "
                     f"{row.status}"
                     for row, measure in found
                 ],
@@ -177,11 +178,11 @@ def _over_sizes(table: DatasetTable, pick: Callable[[Row], Measure | None], form
     return lines
 
 
-def _span(measure: Measure) -> tuple[float, float] | None:
+def _span(measure: OpenInterval) -> tuple[float, float] | None:
     if measure.low is None or measure.high is None:
         return None
-    # Two runs alone may leave nearly everything open; the axis is for the means.
-    most = 2 * measure.mean
+    # The interval of two runs can be very wide; the axis should show the means.
+    most = 2 * measure.value
     return max(measure.low, 0.0), min(measure.high, most)
 
 

@@ -1,4 +1,4 @@
-"""The table of a scaling report as files for other programs: CSV with every digit, TeX with those people read."""
+"""The table of a scaling report as files: CSV with full precision, TeX with rounded numbers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import io
 import unicodedata
 from collections.abc import Iterator
 
+from frameworm.records.estimate import OpenInterval
 from frameworm.records.printable import csv_cell
-from frameworm.report.scaling.table import LOSSES, Configuration, DatasetTable, Measure, Row, ScalingReport
+from frameworm.report.scaling.table import LOSSES, Configuration, DatasetTable, Row, ScalingReport
 from frameworm.report.scaling.text import warmup_text
 
 _MEASURES = (
@@ -44,7 +45,7 @@ CSV_COLUMNS = (
 
 
 def render_csv(report: ScalingReport) -> str:
-    """One line per configuration and world size; numbers as they were computed, missing ones empty."""
+    """One line per configuration and world size; unrounded numbers, empty if missing."""
     text = io.StringIO()
     table = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
     table.writeheader()
@@ -54,7 +55,7 @@ def render_csv(report: ScalingReport) -> str:
 
 
 def rows_of(report: ScalingReport) -> Iterator[tuple[DatasetTable, Configuration, Row]]:
-    """Every row with what it belongs to."""
+    """Every row with its data set and configuration."""
     for dataset in report.datasets:
         for configuration in dataset.configurations:
             for row in configuration.rows:
@@ -81,9 +82,9 @@ def _csv_row(dataset: DatasetTable, configuration: Configuration, row: Row) -> d
         "run_folders": ";".join(str(csv_cell(run)) for run in row.runs),
     }
     for name in _MEASURES:
-        measure: Measure | None = getattr(row, name)
+        measure: OpenInterval | None = getattr(row, name)
         if measure is not None:
-            values |= {name: measure.mean, f"{name}_low": measure.low, f"{name}_high": measure.high}
+            values |= {name: measure.value, f"{name}_low": measure.low, f"{name}_high": measure.high}
     values |= {f"lost_to_{name}": row.losses.get(name) for name in LOSSES}
     return {name: "" if value is None else csv_cell(value) for name, value in values.items()}
 
@@ -148,10 +149,10 @@ def _tex_row(dataset: DatasetTable, configuration: Configuration, row: Row) -> l
     ]
 
 
-def _tex_measure(measure: Measure | None, form: str) -> str:
+def _tex_measure(measure: OpenInterval | None, form: str) -> str:
     if measure is None:
         return "--"
-    text = form.format(measure.mean)
+    text = form.format(measure.value)
     if measure.low is not None and measure.high is not None:
         text += f" [{form.format(measure.low)}, {form.format(measure.high)}]"
     return text
@@ -172,6 +173,6 @@ _TEX = {
 
 
 def _tex(text: str) -> str:
-    """Text that TeX sets as it stands, whatever the engine: letters it may lack lose their accents."""
+    """Escape text for TeX; characters outside ASCII lose their accents, so that any engine can set them."""
     ascii_only = unicodedata.normalize("NFKD", text.replace("×", "x")).encode("ascii", "ignore").decode()
     return "".join(_TEX.get(letter, letter) for letter in ascii_only)

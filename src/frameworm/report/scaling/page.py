@@ -1,7 +1,6 @@
-"""A scaling report as one HTML file that opens offline: no scripts, nothing fetched, everything inline.
+"""A scaling report as one self-contained HTML file that opens offline, without scripts.
 
-Figures answer to the pointer (each dot tells its figures) and to check boxes that hide and show configurations and
-world sizes; both are plain HTML and CSS.
+Charts have tooltips, and check boxes that hide and show configurations and world sizes; both are plain HTML and CSS.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from frameworm.report.scaling.table import LOSSES, Configuration, DatasetTable, 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A check box: the curves with `hides` go where it is not checked."""
+    """A check box; curves with the class `hides` are hidden if it is not checked."""
 
     id: str
     label: str
@@ -29,7 +28,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class ConfigurationView:
-    """One configuration: its table, and for each row beyond the base what to say about it."""
+    """One configuration: its table, and for each row beyond the base an explanation."""
 
     title: str
     rows: tuple[tuple[str, ...], ...]
@@ -48,7 +47,7 @@ class DatasetView:
     configurations: tuple[ConfigurationView, ...]
     boxes: tuple[Box, ...]
     size_boxes: tuple[Box, ...]
-    charts: tuple[tuple[Markup, str], ...]  # over world sizes
+    charts: tuple[tuple[Markup, str], ...]  # over world sizes, with captions
     epoch_charts: tuple[tuple[Markup, str], ...]
     epoch_keys: tuple[tuple[str, str], ...]
     bars: tuple[tuple[int, str, Markup], ...]
@@ -56,7 +55,7 @@ class DatasetView:
 
 
 def render_scaling_page(report: ScalingReport) -> str:
-    """The whole page."""
+    """Render the whole page."""
     return load_template("scaling.html.j2").render(
         root=report.root,
         taken=scaling_text.taken_text(report),

@@ -1,6 +1,6 @@
-"""How figures for a paper's column look: sizes, type, colours that everybody tells apart.
+"""The style of plots for a paper's column: sizes, fonts, and colours that are safe for colour-blind readers.
 
-Colours are those of Okabe and Ito; markers and dashes differ as well, for print without colour.
+Colours are those of Okabe and Ito; markers and dashes differ too, for print without colour.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from frameworm.errors import MissingPackageError
-from frameworm.report.scaling.table import Measure
+from frameworm.records.estimate import OpenInterval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +48,7 @@ STYLE = {
 
 
 def require_matplotlib() -> None:
-    """Say now what drawing would say later.
+    """Raise early if matplotlib is missing, before anything is drawn.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
@@ -62,41 +62,41 @@ def require_matplotlib() -> None:
 
 
 def look_of(index: int) -> dict[str, Any]:
-    """Colour, marker and dashes of the curve at a place."""
+    """Colour, marker and dashes of the n-th curve."""
     return {
         "color": COLOURS[index % len(COLOURS)],
-        # After the last colour the markers are shifted, so that no two of 49 look alike.
+        # After the last colour the markers are shifted, so that no two of 49 curves look alike.
         "marker": MARKERS[(index + index // len(COLOURS)) % len(MARKERS)],
         "linestyle": DASHES[index % len(DASHES)],
     }
 
 
-def bar_ends(values: Sequence[Measure]) -> list[list[float]]:
-    """Distances from mean to both ends; none where the interval is unknown."""
-    below = [0.0 if value.low is None else max(value.mean - value.low, 0.0) for value in values]
-    above = [0.0 if value.high is None else max(value.high - value.mean, 0.0) for value in values]
+def bar_ends(values: Sequence[OpenInterval]) -> list[list[float]]:
+    """Distances from each mean to its interval's ends; 0 if the interval is unknown."""
+    below = [0.0 if value.low is None else max(value.value - value.low, 0.0) for value in values]
+    above = [0.0 if value.high is None else max(value.high - value.value, 0.0) for value in values]
     return [below, above]
 
 
-def from_zero(axes: Axes, measures: Sequence[Measure | None], least: float = 0.0) -> None:
-    """A y axis for the means; an interval that leaves nearly everything open, as of two values, is cut off by it."""
+def from_zero(axes: Axes, measures: Sequence[OpenInterval | None], least: float = 0.0) -> None:
+    """Scale the y axis to the means; a very wide interval, as of two values, is cut off."""
     found = [measure for measure in measures if measure is not None]
-    means = max([least, *(measure.mean for measure in found)])
+    means = max([least, *(measure.value for measure in found)])
     ends = max([means, *(measure.high for measure in found if measure.high is not None)])
     if means > 0:
         axes.set_ylim(0, 1.05 * min(ends, 1.4 * means))
 
 
 def say(axes: Axes, text: str) -> None:
-    """A word in the middle of axes that have nothing else to show."""
+    """Write a message in the middle of otherwise empty axes."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=SOFT)
 
 
 def plain_number(value: float, _: Any = None) -> str:
-    """A tick without exponents."""
+    """Format a tick without exponents."""
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:g}"
 
 
 def short(text: str, most: int) -> str:
-    """The text, cut to so many letters; a dollar sign in a name begins no formula."""
+    """Shorten text to `most` characters, and escape dollar signs, which would start a formula."""
     return (text if len(text) <= most else text[: most - 1] + "…").replace("$", r"\$")

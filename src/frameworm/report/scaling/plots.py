@@ -1,4 +1,4 @@
-"""The figures of a scaling report as PNG files for a paper's column: 3.3 inches wide, eight-point type."""
+"""The plots of a scaling report as PNG files for a paper's column: 3.3 inches wide, eight-point type."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from frameworm.errors import RunFolderError
 from frameworm.records.atomic import replacing
+from frameworm.records.estimate import OpenInterval
 from frameworm.report.scaling.plot_style import (
     COLOURS,
     DASHES,
@@ -26,7 +27,7 @@ from frameworm.report.scaling.plot_style import (
     say,
     short,
 )
-from frameworm.report.scaling.table import Configuration, DatasetTable, EpochCurve, Measure, Row
+from frameworm.report.scaling.table import Configuration, DatasetTable, EpochCurve, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,12 +37,16 @@ FIGURES: dict[str, Callable[[DatasetTable], Figure]] = {}
 
 
 def figure_paths(table: DatasetTable, out: Path) -> list[Path]:
-    """Where the figures of a data set go, in the order of `FIGURES`."""
+    """The paths of a data set's plots, in the order of `FIGURES`."""
     return [out / f"{table.stem}_{name}.png" for name in FIGURES]
 
 
 def draw_figures(table: DatasetTable, out: Path) -> list[Path]:
-    """Draw the four figures of one data set into a folder that exists, and tell where they are.
+    """Draw the four plots of one data set into an existing folder, and return their paths.
+
+    Args:
+        table: The data set.
+        out: The folder.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
@@ -53,7 +58,7 @@ def draw_figures(table: DatasetTable, out: Path) -> list[Path]:
 
     paths = figure_paths(table, out)
     for path, draw in zip(paths, FIGURES.values()):
-        # Nothing of this may depend on, or stay in, the settings of the process.
+        # Drawing must neither depend on the process's matplotlib settings nor change them.
         with matplotlib.rc_context():
             matplotlib.rcdefaults()
             settings: Any = matplotlib.rcParams
@@ -70,7 +75,7 @@ def draw_figures(table: DatasetTable, out: Path) -> list[Path]:
 
 
 def _figure(table: DatasetTable, title: str, panels: int, entries: int) -> tuple[Figure, list[Axes]]:
-    """An empty figure with room for its legend below, each entry on a line of its own unless all are short."""
+    """An empty figure with space for its legend below; legend entries share lines only if all are short."""
     from matplotlib.figure import Figure
 
     legend = 0.17 * math.ceil(entries / _columns(table)) if entries > 1 else 0.0
@@ -93,7 +98,7 @@ def _legend(figure: Figure, axes: Axes, table: DatasetTable) -> None:
 
 
 def _world_axis(axes: Axes, table: DatasetTable) -> None:
-    """Ticks at the world sizes that were run, on a logarithmic axis where they span much."""
+    """Ticks at the measured world sizes, on a logarithmic axis if they span a wide range."""
     sizes = table.world_sizes
     if sizes[-1] >= 8 * sizes[0]:
         axes.set_xscale("log", base=2)
@@ -105,14 +110,14 @@ def _world_axis(axes: Axes, table: DatasetTable) -> None:
         axes.set_xlim(sizes[0] - 1, sizes[0] + 1)
 
 
-def _curve(axes: Axes, index: int, label: str, rows: Sequence[Row], pick: Callable[[Row], Measure | None]) -> None:
+def _curve(axes: Axes, index: int, label: str, rows: Sequence[Row], pick: Callable[[Row], OpenInterval | None]) -> None:
     """One configuration over world sizes, with its intervals."""
     points = [(row.world_size, value) for row in rows if (value := pick(row)) is not None]
     if not points:
         return
     axes.errorbar(
         [size for size, _ in points],
-        [value.mean for _, value in points],
+        [value.value for _, value in points],
         yerr=bar_ends([value for _, value in points]),
         label=label,
         **look_of(index),
@@ -133,8 +138,8 @@ def _epoch_time(table: DatasetTable) -> Figure:
             if mean is None:
                 continue
             colour = COLOURS[index % len(COLOURS)]
-            bars.bar(place, mean.mean, width * 0.9, color=colour, alpha=0.45, edgecolor=colour, linewidth=0.8)
-            bars.errorbar(place, mean.mean, yerr=bar_ends([mean]), color=INK, capsize=2.5, elinewidth=1.0)
+            bars.bar(place, mean.value, width * 0.9, color=colour, alpha=0.45, edgecolor=colour, linewidth=0.8)
+            bars.errorbar(place, mean.value, yerr=bar_ends([mean]), color=INK, capsize=2.5, elinewidth=1.0)
             spread = [place + width * 0.3 * _aside(number) for number in range(len(row.epoch_times_s))]
             bars.plot(spread, row.epoch_times_s, ".", color=INK, markersize=1.4)
     bars.set_xticks(range(len(sizes)), [str(size) for size in sizes])
@@ -149,7 +154,7 @@ def _epoch_time(table: DatasetTable) -> Figure:
     bars.set_ylabel("time of an epoch (s)")
     bars.set_title("mean, 95% interval, each epoch")
     _draw_epochs(curves, table, lambda curve: curve.epoch_time_s)
-    curves.set_ylim(0, 1.08 * curves.dataLim.ymax)  # markers at the top are whole
+    curves.set_ylim(0, 1.08 * curves.dataLim.ymax)  # do not cut off markers at the top
     curves.set_ylabel("time (s)")
     title = "over the run"
     if table.warmup:
@@ -162,14 +167,14 @@ def _epoch_time(table: DatasetTable) -> Figure:
 
 
 def _aside(number: int) -> float:
-    """Spreads dots of one bar so that equal ones do not hide each other: 0, 1/2, -1/2, 1, -1, ..."""
+    """Offset of a bar's n-th dot, so that equal values do not hide each other: 0, 1/2, -1/2, 1, -1, ..."""
     return (0.0, 0.5, -0.5, 1.0, -1.0)[number % 5]
 
 
 def _draw_epochs(axes: Axes, table: DatasetTable, pick: Callable[[EpochCurve], Sequence[float | None]]) -> bool:
-    """One curve per configuration and world size; whether there was anything to draw.
+    """Draw one curve per configuration and world size; returns whether there was anything to draw.
 
-    Where runs of several world sizes learn the same, the first one shows behind the others by its larger markers.
+    The first curve has larger markers, so that it stays visible behind others with the same values.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -192,7 +197,7 @@ def _draw_epochs(axes: Axes, table: DatasetTable, pick: Callable[[EpochCurve], S
 
 
 def _explain_epochs(axes: Axes, table: DatasetTable) -> None:
-    """Entries for the legend: colours are world sizes; dashes are configurations, where there are several."""
+    """Legend entries: colours for world sizes, and dashes for configurations if there are several."""
     for index, size in enumerate(table.world_sizes):
         axes.plot([], [], label=table.size_label(size), **{**look_of(index), "linestyle": "-"}, markersize=3.0)
     if len(table.configurations) > 1:
@@ -249,7 +254,7 @@ def _throughput(table: DatasetTable) -> Figure:
         axes.set_yscale("log")
         axes.minorticks_off()
     else:
-        ideal = [item.base.samples_per_s.mean * item.rows[-1].world_size / item.base.world_size
+        ideal = [item.base.samples_per_s.value * item.rows[-1].world_size / item.base.world_size
                  for item in table.configurations if item.base.samples_per_s is not None]  # fmt: skip
         from_zero(axes, [row.samples_per_s for row in table.rows], least=max(ideal, default=0.0))
     axes.yaxis.set_major_formatter(plain_number)
@@ -264,12 +269,12 @@ def _ideal(axes: Axes, index: int, item: Configuration) -> None:
     if base.samples_per_s is None or len(item.rows) < 2:
         return
     sizes = [row.world_size for row in item.rows]
-    heights = [base.samples_per_s.mean * size / base.world_size for size in sizes]
+    heights = [base.samples_per_s.value * size / base.world_size for size in sizes]
     axes.plot(sizes, heights, color=COLOURS[index % len(COLOURS)], linestyle=(0, (1, 1.5)), linewidth=0.9)
 
 
 def _accuracy(table: DatasetTable) -> Figure:
-    """Accuracy over the epochs; of a task that has none the validation loss, or else the training loss."""
+    """Accuracy over the epochs; without one the validation loss, or else the training loss."""
     figure, (axes,) = _figure(table, "accuracy", 1, _epoch_entries(table))
     name = "validation accuracy"
     if not _draw_epochs(axes, table, lambda curve: curve.val_accuracy):

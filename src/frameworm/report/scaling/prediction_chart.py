@@ -1,4 +1,4 @@
-"""A prediction as a picture of its own: speedup over ranks, both by powers of two, with the interval as a band."""
+"""A prediction as an SVG image: speedup over ranks, both on log scales, with the interval as a band."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from frameworm.scaling.predict import Prediction
 
 _WIDTH, _HEIGHT = 560, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 44, 56
-# Blue and orange of Okabe and Ito: told apart with any kind of colour vision, and by dashes in print.
+# Okabe and Ito's blue and orange, which differ for any kind of colour vision; dashes differ in print.
 _STYLE = (
     "text{font:14px sans-serif;fill:#222}.small{font-size:12px;fill:#555}.own{font-size:12px;fill:#0072b2}"
     ".grid{stroke:#ddd}.ideal{stroke:#555;"
@@ -24,7 +24,7 @@ _MOST_TICKS = 9
 
 
 def render_prediction_svg(prediction: Prediction) -> str:
-    """The drawing as a file's content."""
+    """The image as a file's content."""
     rows = prediction.rows
     xs = [math.log2(row.world_size) for row in rows]
     left, right = min(xs), max(*xs, min(xs) + 1)

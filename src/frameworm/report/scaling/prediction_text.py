@@ -1,17 +1,18 @@
-"""A prediction as plain text: a table, bars, and what to make of it."""
+"""A prediction as plain text: a table, bars, and recommendations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from frameworm.records.estimate import Interval
 from frameworm.report.kit.layout import field, heading, table
 from frameworm.report.kit.tables import plain
 from frameworm.scaling.points import MODES
-from frameworm.scaling.predict import BreakEven, Change, Prediction, Range, Row
+from frameworm.scaling.predict import BreakEven, Change, Prediction, Row
 
 _BAR = 40
 _KINDS = {
-    "same": "same mathematics",
+    "same": "does not change numerics",
     "rounds": "gradients are rounded",
     "batch": "another global batch",
     "approximate": "needs more steps to learn the same",
@@ -20,7 +21,7 @@ _KINDS = {
 
 
 def render_prediction(prediction: Prediction, width: int = 100) -> str:
-    """Everything, for a terminal."""
+    """The whole prediction, for a terminal."""
     sent = "" if prediction.compression == "off" else f" · {prediction.compression}"
     title = f"prediction · {plain(prediction.source)} · {MODES[prediction.scaling]} · {prediction.strategy}{sent}"
     lines = [*heading(title, width), *field("network", plain(prediction.network), width), ""]
@@ -61,7 +62,7 @@ def _rows(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def _break_even(items: Sequence[BreakEven]) -> list[str]:
-    """One line for all numbers of ranks of which the same is said."""
+    """One line for all numbers of ranks with the same text."""
     by_text: dict[str, list[str]] = {}
     for item in items:
         by_text.setdefault(item.text, []).append(str(item.world_size))
@@ -69,7 +70,7 @@ def _break_even(items: Sequence[BreakEven]) -> list[str]:
 
 
 def _bars(rows: Sequence[Row]) -> list[str]:
-    """Speedup as a part of the ideal one."""
+    """Speedup as a fraction of the ideal one."""
     lines = ["  speedup against the ideal (full bar)"]
     size = max(len(str(row.world_size)) for row in rows)
     for row in rows:
@@ -106,7 +107,7 @@ def _ms(seconds: float) -> str:
     return f"{_number(seconds * 1e3)} ms"
 
 
-def _times(value: Range) -> str:
+def _times(value: Interval[float]) -> str:
     return f"{value.value:.2f}x ({value.low:.2f}..{value.high:.2f})"
 
 

@@ -1,4 +1,4 @@
-"""The files of a scaling report: the table first, then what shows it."""
+"""Write the files of a scaling report: compute the table first, then render it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEFAULT_WARMUP = 1
 
 @dataclass(frozen=True, slots=True)
 class WrittenReport:
-    """What a report says, and its files in the order they were written."""
+    """A report, and its files in the order they were written."""
 
     report: ScalingReport
     files: tuple[Path, ...]
@@ -41,15 +41,18 @@ def write_report(
 ) -> WrittenReport:
     """Write the report of all runs below a folder.
 
-    Tables, text and page come first, so that without matplotlib only the PNG files are missing. With no run that can
-    be compared there are no figures, and the text says why each run was left out.
+    Tables, text and page are written first, so that without matplotlib only the PNG files are missing. If no runs can
+    be compared there are no plots, and the text says why each run was left out.
 
     Args:
         root: The folder with the runs, at any depth.
-        out: Where the files go; it is made if need be, and files of an earlier report are replaced.
+        out: Folder for the files; it is created if necessary, and files of an earlier report are replaced.
         warmup: Epochs at the start of each run that are not measured.
-        datasets: Data sets to take, in any spelling; None takes all.
-        tell: Gets what the report says before anything is written.
+        datasets: Data sets to include, in any spelling; None: all.
+        tell: Called with the report before anything is written.
+
+    Returns:
+        The report and its files.
 
     Raises:
         RunFolderError: There is no such folder or no run in it, or `out` cannot be written to.
@@ -81,13 +84,13 @@ def write_report(
 
 
 def read_report(root: Path, warmup: int = DEFAULT_WARMUP, datasets: Sequence[str] | None = None) -> ScalingReport:
-    """What a report of these runs says; the arguments and errors as for `write_report`."""
+    """Build the report of these runs without writing it; arguments and errors as for `write_report`."""
     collection = collect(root, warmup, datasets)
     return build_report(str(root), warmup, collection, _epochs_of(collection))
 
 
 def _epochs_of(collection: Collection) -> dict[str, list[EpochRecord]]:
-    """Every epoch of each run, warm-up included, which the points no longer know."""
+    """All epochs of each run, including warm-up, which the points do not hold."""
     found: dict[str, list[EpochRecord]] = {}
     for point in collection.points:
         for run in point.measurements:

@@ -1,12 +1,13 @@
-"""A scaling analysis on the terminal: speed, what is lost to what, and why."""
+"""A scaling analysis on the terminal: speed, what it is lost to, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from frameworm.records.estimate import OpenInterval
 from frameworm.report.kit.layout import field, heading, table
 from frameworm.report.kit.tables import number, seconds
-from frameworm.scaling.analysis import Analysis, Curve, Interval, Row
+from frameworm.scaling.analysis import Analysis, Curve, Row
 from frameworm.scaling.points import MODES
 
 WIDTH = 110
@@ -15,7 +16,7 @@ LOSS_HEADER = ("lost to", "communication", "stragglers", "input", "smaller batch
 
 
 def render_analysis(analysis: Analysis, width: int = WIDTH) -> str:
-    """All curves, each with its table, its losses and the cause of what is slow."""
+    """All curves, each with its table, its losses and the causes of slow rows."""
     lines: list[str] = []
     for curve in analysis.curves:
         lines += [*([""] if lines else []), *_curve(curve, width)]
@@ -62,13 +63,13 @@ def _loss_cells(row: Row) -> Sequence[str]:
     return (f"at {row.world_size}", *parts, f"{row.losses.total:.1%}")
 
 
-def _times(interval: Interval) -> str:
+def _times(interval: OpenInterval) -> str:
     if interval.low is None or interval.high is None:
         return f"{interval.value:.2f}"
     return f"{interval.value:.2f} ({interval.low:.2f} to {interval.high:.2f})"
 
 
-def _share(interval: Interval) -> str:
+def _share(interval: OpenInterval) -> str:
     if interval.low is None or interval.high is None:
         return f"{interval.value:.1%}"
     return f"{interval.value:.1%} ({interval.low:.1%} to {interval.high:.1%})"

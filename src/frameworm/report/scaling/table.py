@@ -1,10 +1,11 @@
-"""What a scaling report shows: one row per configuration and world size, computed before anything is drawn."""
+"""The content of a scaling report: one row per configuration and world size, computed before anything is drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from frameworm.records.estimate import OpenInterval
 from frameworm.scaling.points import MODES
 from frameworm.scaling.run_points import Excluded
 
@@ -15,64 +16,55 @@ OVER_RUNS, OVER_EPOCHS, OVER_NOTHING = "runs", "epochs of one run", ""
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
-    """A mean with its 95% interval; a single value knows none."""
-
-    mean: float
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
     """One configuration on one world size."""
 
     world_size: int
     runs: tuple[str, ...]
-    epochs: int  # measured ones, over all runs
+    epochs: int  # measured epochs over all runs
     global_batch: int | None
     micro_batch: int | None
     accumulation: int | None
     epoch_times_s: tuple[float, ...]  # of each measured epoch
-    epoch_time_s: Measure | None  # None of runs without a whole epoch
-    samples_per_s: Measure | None
-    speedup: Measure | None  # None where there is nothing to compare with
-    efficiency: Measure | None
-    val_accuracy: Measure | None  # of the last validation of each run
-    val_loss: Measure | None
-    train_loss: Measure | None
+    epoch_time_s: OpenInterval | None  # None for runs without a complete epoch
+    samples_per_s: OpenInterval | None
+    speedup: OpenInterval | None  # None if there is nothing to compare with
+    efficiency: OpenInterval | None
+    val_accuracy: OpenInterval | None  # of the last validation of each run
+    val_loss: OpenInterval | None
+    train_loss: OpenInterval | None
     status: str
-    interval_over: str  # what the intervals are of: runs, the epochs of one run, or nothing
-    serial_fraction: float | None = None  # by this world size alone
-    losses: Mapping[str, float | None] = field(default_factory=dict)  # shares of the step, by `LOSSES`
-    cause: str = ""  # what the efficiency is lost to, in words
+    interval_over: str  # what the intervals are computed from: runs, the epochs of one run, or nothing
+    serial_fraction: float | None = None  # from this world size alone
+    losses: Mapping[str, float | None] = field(default_factory=dict)  # fractions of the step, by `LOSSES`
+    cause: str = ""  # what the efficiency is lost to, as text
     recommendation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One piece of work on several world sizes, the smallest first."""
+    """One workload on several world sizes, in ascending order."""
 
     label: str
     mode: str  # strong or weak
     rows: tuple[Row, ...]
-    serial_fraction: Measure | None = None
+    serial_fraction: OpenInterval | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
-        """The label with how it scales."""
+        """The label with the scaling mode."""
         return f"{self.label.removesuffix(f', {self.mode}')}, {MODES[self.mode]}"
 
     @property
     def base(self) -> Row:
-        """The smallest world size, which the others are compared with."""
+        """The smallest world size, with which the others are compared."""
         return self.rows[0]
 
 
 @dataclass(frozen=True, slots=True)
 class EpochCurve:
-    """What came of each epoch, as the mean over the runs of one row; None where no run knows."""
+    """Results of each epoch, as means over the runs of one row; None if no run has the value."""
 
     configuration: int  # index in the data set's table
     world_size: int
@@ -89,7 +81,7 @@ class DatasetTable:
 
     dataset: str  # as the config spells it
     name: str  # as it is shown
-    stem: str  # of its files
+    stem: str  # prefix of its files' names
     unit: str  # what a world size counts: GPU or process
     warmup: int
     configurations: tuple[Configuration, ...]
@@ -102,12 +94,12 @@ class DatasetTable:
 
     @property
     def world_sizes(self) -> list[int]:
-        """Every world size there is, the smallest first."""
+        """All world sizes in ascending order."""
         return sorted({row.world_size for row in self.rows})
 
     @property
     def units(self) -> str:
-        """What a world size counts, of several."""
+        """The plural of what a world size counts."""
         return {"process": "processes"}.get(self.unit, f"{self.unit}s")
 
     def size_label(self, world_size: int) -> str:
@@ -115,14 +107,14 @@ class DatasetTable:
         return f"{world_size} {self.unit if world_size == 1 else self.units}"
 
     def curve_label(self, curve: EpochCurve) -> str:
-        """What tells a curve from the others."""
+        """A label that distinguishes the curve from the others."""
         size = self.size_label(curve.world_size)
         return size if len(self.configurations) == 1 else f"{size}, {self.configurations[curve.configuration].label}"
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingReport:
-    """All data sets below a root, and the runs that no figure is made of."""
+    """All data sets below a root, and the runs that are not used."""
 
     root: str
     warmup: int

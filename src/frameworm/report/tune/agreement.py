@@ -1,4 +1,4 @@
-"""How well both sides of a proof agree, as rows: the kind of change, what was compared, and every layer's errors.
+"""How well both sides of a proof agree, as rows: the kind of change, what was compared, and each layer's errors.
 
 Read from `tune.json` as plain values, like `tables`. Proofs of older versions have no outputs and give no rows.
 """
@@ -27,7 +27,7 @@ _REFERENCES = {
     "baseline": "errors measured against the step before the change",
 }
 _KINDS = {"gradient of ": "gradient of", "change of ": "buffer"}
-# Smaller ones have more zeros than digits as percentages.
+# As percentages, smaller ones would have more zeros than digits.
 _LEAST_PERCENT = 1e-4
 
 
@@ -36,14 +36,14 @@ class OutputRow:
     """One output of a step.
 
     Attributes:
-        name: What it is within its layer, such as `gradient of weight`.
-        error: Error of the changed side, relative to the length of the output.
+        name: Its name within its layer, such as `gradient of weight`.
+        error: Error of the changed side, relative to the norm of the output.
         explained: The error that rounding explains.
         limit: The largest error that is accepted.
         bias: Mean error along the output with its 95% interval.
         used: The error as a fraction of its limit, for drawing; at most 1.
         expected: The error that rounding explains as a fraction of the limit.
-        problem: What speaks against it; empty: nothing does.
+        problem: Why the output is not accepted; empty if it is.
     """
 
     name: str
@@ -57,25 +57,25 @@ class OutputRow:
 
     @property
     def too_far(self) -> bool:
-        """Whether its problem is the size of its error; any other problem is a bias."""
+        """Whether its problem is the size of its error; the only other problem is a bias."""
         return bool(self.problem) and self.used >= 1
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """A module and its outputs, the one closest to its limits first."""
+    """A module and its outputs, sorted by how close they are to their limits, closest first."""
 
     layer: str
     outputs: tuple[OutputRow, ...]
 
     @property
     def worst(self) -> OutputRow:
-        """The output that is closest to its limits, or beyond them."""
+        """The output that is closest to its limits, or furthest beyond them."""
         return self.outputs[0]
 
 
 def change_text(proof: Mapping[str, Any]) -> str:
-    """The class of the change and what that means; empty where a proof does not say."""
+    """The class of the change and its meaning; empty if the proof does not say."""
     name = tables.plain(proof.get("change") or "")
     return f"{name}: {CHANGES[name]}" if name in CHANGES else name
 
@@ -96,7 +96,7 @@ def compared_text(proof: Mapping[str, Any]) -> str:
     updates, worst = figure(given.get("updates")), figure(given.get("worst_update"))
     if updates:
         most = "" if worst is None else f", errors at most {worst:.2g} times what rounding explains"
-        parts.append(f"updates of {updates:.0f} parameters beside those of torch's plain optimizer{most}")
+        parts.append(f"updates of {updates:.0f} parameters compared with those of torch's plain optimizer{most}")
     draws = figure(given.get("draws"))
     if draws:
         parts.append(f"{draws:.0f} steps of each side with dropout and other random draws as in training")
@@ -107,7 +107,7 @@ def compared_text(proof: Mapping[str, Any]) -> str:
 
 
 def layer_rows(proof: Mapping[str, Any]) -> list[LayerRow]:
-    """Outputs grouped by the module that they belong to, the layer closest to its limits first."""
+    """Outputs grouped by their module, with the layer closest to its limits first."""
     layers: dict[str, list[tuple[float, OutputRow]]] = {}
     for item in sequence(proof.get("outputs")):
         output = _output(item)
@@ -123,7 +123,7 @@ def layer_rows(proof: Mapping[str, Any]) -> list[LayerRow]:
 
 
 def relative(value: float) -> str:
-    """A relative error as people write it: percent, or a power of ten where that has many zeros."""
+    """A relative error in readable form: percent, or a power of ten if that would have many zeros."""
     if not math.isfinite(value):
         return "not finite"
     if value == 0:
@@ -134,7 +134,7 @@ def relative(value: float) -> str:
 
 
 def _output(item: Any) -> OutputAgreement | None:
-    """A row as `tune.json` holds it; numbers that are not finite are stored as null."""
+    """A row as `tune.json` holds it, where non-finite numbers are null."""
     values = list(sequence(item))
     if len(values) < 7 or not isinstance(values[0], str):
         return None
@@ -154,7 +154,7 @@ def _output(item: Any) -> OutputAgreement | None:
 
 
 def _place(name: str) -> tuple[str, str]:
-    """The layer of an output, and what the output is called in it."""
+    """The layer of an output, and the output's name within it."""
     for begin, kind in _KINDS.items():
         if name.startswith(begin):
             layer, _, own = name.removeprefix(begin).rpartition(".")
@@ -163,7 +163,7 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _badness(output: OutputAgreement) -> float:
-    """How close an output is to its limits; more than 1: beyond one of them."""
+    """How close an output is to its limits; above 1 it is beyond one of them."""
     if output_problem(output) is not None:
         return math.inf
     bias = 0.0 if output.below_noise or not math.isfinite(output.bias) else abs(output.bias) / BIAS_ALLOWED
@@ -172,11 +172,11 @@ def _badness(output: OutputAgreement) -> float:
 
 def _row(name: str, output: OutputAgreement) -> OutputRow:
     if output.below_noise:
-        # Relative to what is next to nothing, errors are huge: only their ratio means something.
+        # Errors relative to almost nothing are huge; only their ratio to rounding is meaningful.
         figures = f"{output.times:.2g}x rounding", "", f"{output.allowed:.2g}x rounding"
         used, expected = output.times / output.allowed, 1 / output.allowed
         return OutputRow(name, *figures, "not judged", min(1.0, used), min(1.0, expected), output_problem(output) or "")
-    # The limit also allows for differences in the last place, which `times` counts and `explained` does not.
+    # The limit also allows for differences in the last digit, which `times` counts and `explained` does not.
     known = math.isfinite(output.error) and math.isfinite(output.times) and output.times > 0
     base = output.error / output.times if known else output.explained
     limit = output.allowed * base

@@ -1,4 +1,4 @@
-"""What the analyzer found, as plain text: every figure with its unit."""
+"""The result of the analyzer as plain text, with a unit for every number."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def render_figures(data: Mapping[str, Any]) -> str:
 
 
 def render_step(data: Mapping[str, Any]) -> str:
-    """What `benchmark_training_step` measured."""
+    """The result of `benchmark_training_step`."""
     step, phases = data["step_ms"], data["phases_ms"]
     lines = heading(f"training step · {number(data['samples_per_s'])} samples/s over {data['steps']} steps", WIDTH)
     lines += field("step", _times(step), WIDTH)
@@ -84,7 +84,7 @@ def _times(times_ms: Mapping[str, float]) -> str:
 
 
 def render_step_memory(data: Mapping[str, Any]) -> str:
-    """What `profile_memory_usage` measured."""
+    """The result of `profile_memory_usage`."""
     lines = heading(f"memory of a training step · {data_size(data['step'])}", WIDTH)
     for name in ("parameters", "gradients", "optimizer", "buffers", "activations"):
         lines += field(
@@ -99,7 +99,7 @@ def render_step_memory(data: Mapping[str, Any]) -> str:
 
 
 def render_effectiveness(data: Mapping[str, Any]) -> str:
-    """What `measure_optimization_effectiveness` measured."""
+    """The result of `measure_optimization_effectiveness`."""
     word = {True: "faster", False: "slower", None: "no clear difference"}[data["effective"]]
     lines = heading(f"before and after · {word}", WIDTH)
     for side in ("before", "after"):

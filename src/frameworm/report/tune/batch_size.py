@@ -1,4 +1,4 @@
-"""What the batch-size finder has found, as plain text."""
+"""The result of the batch-size finder as plain text."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _why_not_larger(report: BatchSizeReport) -> str:
     if report.ends_below is not None:
         return f"{known}; {report.ends_below:,} does not fit"
     if report.global_batch is not None and report.largest == report.global_batch // report.world_size:
-        return f"{known}; the whole global batch fits (--free-global-batch looks beyond it)"
+        return f"{known}; the whole global batch fits (--free-global-batch tries larger ones)"
     return f"{known}; no larger than {report.upper_end:,} was looked for"
 
 

@@ -1,4 +1,4 @@
-"""Drawings of a search: the waterfall from before to after, loss curves over each other, phases of both configs."""
+"""Charts of a search: the waterfall from before to after, overlaid loss curves, phases of both configs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from frameworm.report.tune import tables as tune_tables
 from frameworm.report.tune.tables import PhaseBeforeAfter, Stage
 
 _ROW, _BAR, _TEXT = 50, 18, 19
-# At the largest size of text in use, the one of a phone, this many letters fit beside a gain and its interval.
+# At the largest text size in use, on a phone, this many characters fit next to a gain and its interval.
 _LONGEST_LABEL = 24
-# The band of what rounding explains is not drawn where it would flatten the curves.
+# The band of what rounding explains is not drawn if it would flatten the curves.
 _WIDEST_BAND = 1.0
 
 
 def waterfall_chart(stages: Sequence[Stage]) -> Markup:
-    """One bar per stage: what is left of the time per sample, and beside it what the change took away."""
+    """One bar per stage: the remaining time per sample, and next to it what the change saved."""
     if len(stages) < 2:
         return Markup("")
     longest = max(max(stage.before, stage.after) for stage in stages)
@@ -31,7 +31,7 @@ def waterfall_chart(stages: Sequence[Stage]) -> Markup:
 
 def _stage(stage: Stage, top: float, scale: float) -> str:
     label = stage.label if len(stage.label) <= _LONGEST_LABEL else stage.label[: _LONGEST_LABEL - 1] + "…"
-    gain = "" if stage.gain is None else stage.gain.text()
+    gain = "" if stage.gain is None else tune_tables.times_and_ends(stage.gain)
     y, middle = top + _TEXT + 6, top + _TEXT + 6 + _BAR / 2
     left = stage.after * scale
     shapes = [
@@ -53,7 +53,7 @@ def _stage(stage: Stage, top: float, scale: float) -> str:
 
 
 def losses_chart(proof: Mapping[str, Any], title: str) -> Markup:
-    """Loss before and after over each other, with the band that rounding explains; empty without curves."""
+    """Loss before and after overlaid, with the band that rounding explains; empty without curves."""
     before = _points(proof.get("losses_before"))
     after = _points(proof.get("losses_after"))
     known = [y for _, y in (*before, *after) if y is not None]

@@ -1,4 +1,4 @@
-"""A search of the tuner as one HTML file that opens offline: no scripts, nothing fetched, everything inline."""
+"""A tuner search as one self-contained HTML file that opens offline, without scripts."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class ProofView:
 
     Attributes:
         label: What was proved.
-        verdict: What came of it.
-        change: The class of the change, in words; empty where it is not known.
-        compared: What both sides were compared on; empty where they were not compared from the same states.
-        layers: How well the sides agree, layer by layer, the worst first.
+        verdict: The result.
+        change: The class of the change, as text; empty if unknown.
+        compared: What both sides were compared on; empty if they were not compared from the same states.
+        layers: How well the sides agree, layer by layer, worst first.
         chart: Loss curves, for a proof without a comparison from the same states.
         has_band: Whether the chart shows what rounding explains.
-        checks: Each as sign, class, name and detail.
+        checks: Sign, class, name and detail of each check.
         seeds: Rows of a quality check.
     """
 
@@ -55,27 +55,27 @@ class ProofView:
 
     @property
     def worst_layers(self) -> tuple[LayerRow, ...]:
-        """Those shown at once."""
+        """The layers that are shown at once."""
         return self.layers[:MOST_LAYERS]
 
     @property
     def output_count(self) -> int:
-        """Outputs of all layers."""
+        """Number of outputs of all layers."""
         return sum(len(layer.outputs) for layer in self.layers)
 
 
 def render_tune(result: Mapping[str, Any], best: str = "best.yaml") -> str:
-    """The whole page.
+    """Render the whole page.
 
     Args:
-        result: What `tune.json` holds; what is missing is left out or unknown.
-        best: Where the best config is, for the command.
+        result: The content of `tune.json`; missing parts are omitted or shown as unknown.
+        best: Path of the best config, for the command.
     """
     stages = tune_tables.stages(result)
     attempts = tune_tables.attempt_rows(result)
     phases = tune_tables.phases_before_after(result)
     proofs = _proofs(result)
-    # The known ones first, in their order; accepted ones are shown above.
+    # Known outcomes come first, in their order; accepted ones are shown above.
     statuses = dict.fromkeys((*tune_tables.STATUSES, *(item.status for item in attempts)))
     del statuses["accepted"]
     return load_template("tune.html.j2").render(
@@ -107,8 +107,8 @@ def _figures(result: Mapping[str, Any]) -> list[tables.Figure]:
     speeds = tune_tables.samples_per_s(result)
     run_s = [tune_tables.figure(result.get(name)) for name in ("run_s_before", "run_s_after")]
     found = [
-        tables.Figure("speedup", tables.UNKNOWN if whole is None else whole.times()),
-        tables.Figure("95% interval", "" if whole is None else whole.interval()),
+        tables.Figure("speedup", tables.UNKNOWN if whole is None else tune_tables.times(whole)),
+        tables.Figure("95% interval", "" if whole is None else tune_tables.ends(whole)),
         tables.Figure("samples/s before", speeds[0]),
         tables.Figure("samples/s after", speeds[1]),
         tables.Figure("whole run before", tables.seconds(run_s[0])),
@@ -137,7 +137,7 @@ def _phase_row(row: tune_tables.PhaseBeforeAfter) -> tuple[str, str, str, str, s
 
 
 def _proofs(result: Mapping[str, Any]) -> list[ProofView]:
-    """The proof of the whole first, then accepted ones, then the others."""
+    """The final proof first, then those of accepted changes, then the others."""
     singles = tune_tables.proofs_of(result)
     singles.sort(key=lambda pair: pair[1].get("verdict") != "accepted")
     whole = tune_tables.mapping(result.get("total"))
@@ -153,7 +153,7 @@ def _proof_view(label: str, proof: Mapping[str, Any]) -> ProofView:
         sign, css_class = _SIGNS[passed] if isinstance(passed, bool) else ("?", "unknown")
         checks.append((sign, css_class, tables.plain(given.get("name") or ""), tables.plain(given.get("detail") or "")))
     compared, layers = compared_text(proof), layer_rows(proof)
-    # The curves of a comparison from the same states are two trainings that run freely: they prove nothing.
+    # The curves of a comparison from the same states are two independent trainings, which prove nothing.
     free = compared or layers
     chart = Markup("") if free else charts_tune.losses_chart(proof, f"Loss before and after: {label}")
     band = [tune_tables.figure(value) for value in tune_tables.sequence(proof.get("allowed_drift"))]
@@ -171,7 +171,7 @@ def _proof_view(label: str, proof: Mapping[str, Any]) -> ProofView:
 
 
 def _seed_rows(quality: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
-    """Validation at the end of each longer training: a number, loss before and after, accuracy before and after."""
+    """Validation at the end of each quality check: a number, loss before and after, accuracy before and after."""
     sides = [[tune_tables.mapping(end) for end in tune_tables.sequence(quality.get(name))] for name in _SIDES]
     rows = []
     for number, ends in enumerate(zip(*sides), 1):

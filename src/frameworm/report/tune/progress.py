@@ -1,4 +1,4 @@
-"""How a search goes: a live table on a terminal, one line per event elsewhere."""
+"""Progress of a search: a live table on a terminal, one line per event elsewhere."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _BEGINNINGS = ("trying", "proving", "checking")
 
 
 class TuneProgress:
-    """Shows the attempts of a search, its best so far and what is left of its budget.
+    """Shows the attempts of a search, the best result so far and the remaining budget.
 
     Args:
-        budget_s: Seconds it may take; None: no limit.
-        budget_trials: Trials and proofs it may make; None: no limit.
+        budget_s: Most seconds; None: no limit.
+        budget_trials: Most trials and proofs; None: no limit.
         stream: Where to write; a terminal gets the table.
     """
 
@@ -55,7 +55,7 @@ class TuneProgress:
             self._live.stop()
 
     def tell(self, doing: str, result: Mapping[str, Any]) -> None:
-        """Something begins or has ended; `result` is what `tune.json` holds by now."""
+        """Show that something begins or has ended; `result` is the current content of `tune.json`."""
         self._result = result
         if doing.startswith(_BEGINNINGS):
             self._doing, self._since = doing, monotonic()
@@ -94,7 +94,7 @@ class TuneProgress:
             left = f", {max(0.0, self._budget_s - (result.get('spent_s') or 0.0) - now_s):.0f} s of the budget left"
         head = Text(f"{plain(_short(self._doing, _LONGEST_LABEL + 8))} ({now_s:.0f} s{left})", style="bold")
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for name in ("change", "came of it", "gain or reason"):
+        for name in ("change", "outcome", "gain or reason"):
             table.add_column(name, overflow="ellipsis", no_wrap=True)
         shown = [item for item in result.get("attempts", ()) if item["status"] != "skipped"]
         for item in shown[-_MOST_ROWS:]:
@@ -121,7 +121,7 @@ def _sample_s(trial: Any) -> float | None:
 
 
 def _is_open(attempt: Mapping[str, Any]) -> bool:
-    """Whether a proof of it may still come."""
+    """Whether a proof of the attempt may still follow."""
     return attempt["status"] == "inconclusive" and attempt.get("proof") is None and attempt.get("gain") is None
 
 

@@ -1,6 +1,6 @@
-"""A search of the tuner as rows: what stays of the time after each change, every attempt, phases before and after.
+"""A tuner search as rows: the time left after each change, every attempt, phases before and after.
 
-Everything is read from `tune.json` as plain values. A value that is missing or of another kind is unknown, never zero.
+Everything is read from `tune.json` as plain values. A missing value, or one of another type, is unknown, never zero.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from frameworm.records.estimate import Interval, OpenInterval
 from frameworm.records.schema import PHASES
 from frameworm.report.kit import tables
 
-# What the tuner calls the mathematics of a change, as people say it.
-MATHEMATICS = {
+# Readable text for how a change affects numerics.
+NUMERICS_EFFECTS = {
     "nothing": "the same numbers",
     "rounding": "rounding only",
     "precision": "another precision",
     "more": "approximate",
 }
 _TRIALS = ("baseline", "final")
-_DISTURBED = 0.1  # of a trial, by other work; beyond, its figures say little
+_DISTURBED = 0.1  # fraction of a trial disturbed by other work above which its results are unreliable
 STATUSES = ("accepted", "rejected", "inconclusive", "failed", "skipped")
 FAILURES = {
     "oom": "out of memory",
@@ -33,26 +34,19 @@ FAILURES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Gain:
-    """How many times as fast; the ends of the interval where they are known."""
+def times(gain: OpenInterval) -> str:
+    """Format a speedup without its interval."""
+    return f"{gain.value:.2f}x"
 
-    value: float
-    low: float | None = None
-    high: float | None = None
-    pairs: int | None = None
 
-    def text(self) -> str:
-        """The speedup and its interval."""
-        return self.times() if self.interval() == "" else f"{self.times()} ({self.interval()})"
+def ends(gain: OpenInterval) -> str:
+    """Format the interval of a speedup; empty where it is not known."""
+    return "" if gain.low is None or gain.high is None else f"{gain.low:.2f} to {gain.high:.2f}"
 
-    def times(self) -> str:
-        """The speedup alone."""
-        return f"{self.value:.2f}x"
 
-    def interval(self) -> str:
-        """The interval alone."""
-        return "" if self.low is None or self.high is None else f"{self.low:.2f} to {self.high:.2f}"
+def times_and_ends(gain: OpenInterval) -> str:
+    """Format a speedup with its interval."""
+    return f"{times(gain)} ({ends(gain)})" if ends(gain) else times(gain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +55,16 @@ class Stage:
 
     Attributes:
         label: What was changed.
-        before: Time per sample before it, as a share of that of the first config.
-        after: The same after it.
-        gain: What it brought; None for the first row, and where it is not known.
+        before: Time per sample before the change, as a fraction of that of the first config.
+        after: The same after the change.
+        gain: The speedup; None for the first row and if unknown.
         kind: before, change or after.
     """
 
     label: str
     before: float
     after: float
-    gain: Gain | None
+    gain: OpenInterval | None
     kind: str
 
 
@@ -88,20 +82,20 @@ class AttemptRow:
 
 @dataclass(frozen=True, slots=True)
 class ChangeRow:
-    """One setting that differs, and the change that brought it."""
+    """One setting that differs, and the change that set it."""
 
     key: str
     before: str
     after: str
     gain: str
-    mathematics: str
+    numerics_effect: str
     memory: str
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class TradeOffRow:
-    """A faster setting that was not shown to learn as well, as tables show it."""
+    """A faster setting that was not shown to learn equally well, as tables show it."""
 
     label: str
     instead_of: str
@@ -113,7 +107,7 @@ class TradeOffRow:
     switch_on: str
 
     def text(self) -> str:
-        """Everything in a few sentences."""
+        """The row as a few sentences."""
         costs = ", ".join(part for part in (f"validation loss {self.loss}", self.accuracy) if part)
         told = (
             f"{self.label} instead of {self.instead_of}: {self.gain} as fast; at equal samples {costs} ({self.basis})"
@@ -132,40 +126,40 @@ class PhaseBeforeAfter:
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """A mapping, empty where there is none."""
+    """The value if it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
 def sequence(value: Any) -> Sequence[Any]:
-    """A list, empty where there is none."""
+    """The value if it is a list, else an empty one."""
     return value if isinstance(value, (list, tuple)) else ()
 
 
 def figure(value: Any) -> float | None:
-    """A finite number; None for anything else."""
+    """The value as a finite number; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if math.isfinite(value) else None
 
 
-def gain_of(value: Any) -> Gain | None:
-    """A speedup as `tune.json` holds it."""
+def gain_of(value: Any) -> OpenInterval | None:
+    """A speedup as stored in `tune.json`."""
     given = mapping(value)
-    times = figure(given.get("value"))
-    if times is None or times <= 0:
+    value = figure(given.get("value"))
+    if value is None or value <= 0:
         return None
-    low, high, pairs = (figure(given.get(name)) for name in ("low", "high", "pairs"))
+    low, high = (figure(given.get(name)) for name in ("low", "high"))
     known = low is not None and high is not None and low > 0
-    return Gain(times, low if known else None, high if known else None, None if pairs is None else int(pairs))
+    return Interval(value, low if known else None, high if known else None)
 
 
 def name_of(result: Mapping[str, Any]) -> str:
-    """What the config is called."""
+    """The name of the config."""
     return tables.plain(result.get("name") or "") or "config"
 
 
 def accepted_of(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The changes that stay."""
+    """The accepted changes."""
     return [item for item in sequence(result.get("accepted")) if isinstance(item, Mapping)]
 
 
@@ -181,9 +175,9 @@ def setting(value: Any) -> str:
     return "off" if value is None else tables.plain(value)
 
 
-def numbers(mathematics: Any, checked: Any) -> str:
-    """What a change does to the numbers, and what spoke for it if that is more than rounding."""
-    told = MATHEMATICS.get(str(mathematics), tables.plain(mathematics or ""))
+def numbers(numerics_effect: Any, checked: Any) -> str:
+    """How a change affects numerics, and what supports it if that is more than rounding."""
+    told = NUMERICS_EFFECTS.get(str(numerics_effect), tables.plain(numerics_effect or ""))
     seeds, steps = (figure(mapping(checked).get(name)) for name in ("seeds", "steps"))
     if seeds is None or steps is None:
         return told
@@ -191,7 +185,7 @@ def numbers(mathematics: Any, checked: Any) -> str:
 
 
 def stages(result: Mapping[str, Any]) -> list[Stage]:
-    """Before, every accepted change, after; each change against the config just before it."""
+    """Before, every accepted change, after; each change relative to the config just before it."""
     found = [Stage("before", 1.0, 1.0, None, "before")]
     level = 1.0
     for item in accepted_of(result):
@@ -213,7 +207,7 @@ def sample_s(trial: Any) -> float | None:
 
 
 def samples_per_s(result: Mapping[str, Any]) -> tuple[str, str]:
-    """Samples per second before and after; the proved gain counts, since trials lie minutes apart."""
+    """Samples per second before and after, using the proved gain, since trials are minutes apart."""
     before_s, after_s = sample_s(result.get("baseline")), sample_s(result.get("final"))
     gain = gain_of(result.get("speedup"))
     if before_s is not None and gain is not None:
@@ -223,12 +217,12 @@ def samples_per_s(result: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def setup_s(trial: Any) -> float | None:
-    """Start-up of a trial, compiling included."""
+    """Start-up time of a trial, including compilation."""
     return figure(mapping(trial).get("setup_s"))
 
 
 def headline(result: Mapping[str, Any]) -> str:
-    """What came of the search, in one sentence."""
+    """The result of the search in one sentence."""
     changes = len(accepted_of(result))
     if not changes:
         failure = mapping(mapping(result.get("baseline")).get("failure"))
@@ -240,7 +234,7 @@ def headline(result: Mapping[str, Any]) -> str:
         return "faster by the changes below; what they gain together is not proved"
     verdict = mapping(result.get("total")).get("verdict")
     proved = ", proved as a whole" if verdict == "accepted" else "" if changes == 1 else ", the whole is not proved"
-    return f"{whole.text()} as fast{proved}"
+    return f"{times_and_ends(whole)} as fast{proved}"
 
 
 def _subject(result: Mapping[str, Any]) -> str:
@@ -249,7 +243,7 @@ def _subject(result: Mapping[str, Any]) -> str:
 
 
 def whole_run(result: Mapping[str, Any]) -> str | None:
-    """Expected time of the whole run before and after; None where its length is not known."""
+    """Expected time of the whole run before and after; None if its length is unknown."""
     before, after = figure(result.get("run_s_before")), figure(result.get("run_s_after"))
     if before is None or after is None:
         return None
@@ -261,7 +255,7 @@ def whole_run(result: Mapping[str, Any]) -> str | None:
 
 
 def break_even(result: Mapping[str, Any]) -> str | None:
-    """After how many steps the best config is ahead; None where that is not known."""
+    """After how many steps the best config is ahead; None if unknown."""
     steps = figure(result.get("pays_after_steps"))
     if steps is None:
         return None
@@ -269,19 +263,19 @@ def break_even(result: Mapping[str, Any]) -> str | None:
 
 
 def peak_memory(result: Mapping[str, Any]) -> str | None:
-    """Peak memory before and after, where it was measured."""
+    """Peak memory before and after, if measured."""
     peaks = [figure(mapping(mapping(result.get(name)).get("details")).get("peak_bytes")) for name in _TRIALS]
     return None if None in peaks else " → ".join(map(tables.data_size, peaks))
 
 
 def left_for_longer(result: Mapping[str, Any]) -> list[str]:
-    """What a longer budget would try, by its labels."""
+    """Labels of what a longer budget would try."""
     rows = [row for row in attempt_rows(result) if row.status == "skipped" and "budget" in row.told]
     return list(dict.fromkeys(row.label for row in rows))
 
 
 def attempt_rows(result: Mapping[str, Any]) -> list[AttemptRow]:
-    """Every attempt, in the order in which they were made; one that was made again with success says so."""
+    """Every attempt in order; one that was later repeated with success says so."""
     rows = [_attempt_row(item) for item in sequence(result.get("attempts")) if isinstance(item, Mapping)]
     last = {row.label: number for number, row in enumerate(rows) if row.status == "accepted"}
     return [
@@ -295,7 +289,7 @@ def _attempt_row(item: Mapping[str, Any]) -> AttemptRow:
     told = tables.plain(" ".join(str(item.get("reason") or "").split()))
     gain = gain_of(mapping(item.get("proof")).get("speedup"))
     if status == "accepted" and gain is not None:
-        told = gain.text()
+        told = times_and_ends(gain)
     kind = item.get("failure")
     if status == "failed" and kind:
         word = FAILURES.get(str(kind), tables.plain(kind))
@@ -320,12 +314,13 @@ def change_rows(result: Mapping[str, Any]) -> list[ChangeRow]:
         sources = [item for item in accepted_of(result) if key in mapping(item.get("changes"))]
         source = sources[-1] if sources else mapping(None)
         gain = gain_of(source.get("speedup"))
+        alone = "" if source.get("proved_alone", True) else ", in its trial"
         rows.append(
             ChangeRow(
                 tables.plain(key),
                 setting(values.get("before")),
                 setting(values.get("after")),
-                "" if gain is None else gain.text() + ("" if source.get("proved_alone", True) else ", in its trial"),
+                "" if gain is None else times_and_ends(gain) + alone,
                 numbers(_precision(result, source) or source.get("mathematics"), source.get("checked")),
                 _peaks(source),
                 tables.plain(source.get("why") or "").replace("_", " "),
@@ -341,14 +336,14 @@ def _peaks(accepted: Mapping[str, Any]) -> str:
 
 
 def _precision(result: Mapping[str, Any], accepted: Mapping[str, Any]) -> str | None:
-    """`precision` where the proof of an accepted change found that it computes in another one."""
+    """`precision` if the proof of an accepted change found that it computes in another precision."""
     attempts = [mapping(item) for item in sequence(result.get("attempts"))]
     proofs = [mapping(item.get("proof")) for item in attempts if item.get("changes") == accepted.get("changes")]
     return "precision" if any(proof.get("change") == "precision" for proof in proofs) else None
 
 
 def trade_off_rows(result: Mapping[str, Any]) -> list[TradeOffRow]:
-    """Every trade-off that is offered."""
+    """All trade-offs on offer."""
     return [_trade_off_row(item) for item in sequence(result.get("trade_offs")) if isinstance(item, Mapping)]
 
 
@@ -367,7 +362,7 @@ def _trade_off_row(item: Mapping[str, Any]) -> TradeOffRow:
     return TradeOffRow(
         tables.plain(item.get("label") or "") or change_label(mapping(item.get("changes"))),
         ", ".join(setting(value) for value in mapping(item.get("before")).values()) or "what was there",
-        tables.UNKNOWN if gain is None else gain.text(),
+        tables.UNKNOWN if gain is None else times_and_ends(gain),
         _interval(mapping(item.get("loss")), 1, ".2g", ""),
         f"accuracy {_interval(accuracy, -100, '.2f', ' points')}" if accuracy else "",
         same_loss,
@@ -386,7 +381,7 @@ def _interval(difference: Mapping[str, Any], factor: float, form: str, unit: str
 
 
 def phases_before_after(result: Mapping[str, Any]) -> list[PhaseBeforeAfter]:
-    """Phases of the mean step under both configs, in the order of a step; empty where one side has none."""
+    """Phases of the mean step under both configs, in the order of a step; empty if one side has none."""
     sides = [_phases(result.get(name)) for name in ("baseline", "final")]
     if not all(sides):
         return []
@@ -407,7 +402,7 @@ def _phases(trial: Any) -> dict[str, float]:
 
 
 def spent(result: Mapping[str, Any]) -> str:
-    """What the search took and why it ended."""
+    """The cost of the search and why it ended."""
     parts = []
     count, time_s = figure(result.get("trials")), figure(result.get("spent_s"))
     if count is not None:
@@ -423,13 +418,13 @@ def spent(result: Mapping[str, Any]) -> str:
 
 
 def command_of(result: Mapping[str, Any], best: str) -> str:
-    """What to type to train with the best config."""
+    """The command that trains with the best config."""
     given = result.get("command")
     return tables.plain(given) if given else f"frameworm train --config {tables.plain(best)}"
 
 
 def final_proof(result: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The proof of the whole, or of the only change; empty where there is none."""
+    """The proof of all changes together, or of the only change; empty if there is none."""
     whole = mapping(result.get("total"))
     if whole:
         return whole

@@ -1,4 +1,4 @@
-"""What `tune` prints: the waterfall from before to after, and the table of attempts."""
+"""The output of `tune`: the waterfall from before to after, and the table of attempts."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _LONGEST_REASON = 150
 _SHORTEST_BAR = 8
 _MOST_LAYERS = 4
 _MOST_LEFT = 4
-# What the columns of an agreement take beside the layer's name.
+# Width of the columns of an agreement without the layer's name.
 _AGREEMENT_WIDTH = 40
 
 
 def waterfall(result: Mapping[str, Any], best: str = "best.yaml", width: int = WIDTH) -> str:
-    """Before, every accepted change with its gain and interval, after, and what that means for the whole run.
+    """Before, every accepted change with its gain and interval, after, and the effect on the whole run.
 
     Args:
-        result: What `tune.json` holds.
-        best: Where the best config is, for the command.
+        result: The content of `tune.json`.
+        best: Path of the best config, for the command.
         width: Columns; never under 50.
     """
     width = max(width, _NARROWEST)
@@ -59,18 +59,18 @@ def waterfall(result: Mapping[str, Any], best: str = "best.yaml", width: int = W
         more = f" and {len(left) - _MOST_LEFT} more" if len(left) > _MOST_LEFT else ""
         lines += field("not tried", f"a longer budget would try {', '.join(left[:_MOST_LEFT])}{more}", width)
     if len(stages) > 1:
-        # Not wrapped: a command in two pieces cannot be copied.
+        # Not wrapped, so that the command can be copied.
         lines.append(f"{'run it':<{LABEL_WIDTH}}{tune_tables.command_of(result, best)}")
     return "\n".join(lines) + "\n"
 
 
 def attempts_table(result: Mapping[str, Any], width: int = WIDTH, without: Sequence[str] = ()) -> str:
-    """Every attempt: the change, what came of it, the gain or the reason, cut short; empty without attempts.
+    """Every attempt: the change, its outcome, the gain or a shortened reason; empty without attempts.
 
     Args:
-        result: What `tune.json` holds.
+        result: The content of `tune.json`.
         width: Columns; never under 50.
-        without: Outcomes that are left out.
+        without: Outcomes to leave out.
     """
     width = max(width, _NARROWEST)
     attempts = [item for item in tune_tables.attempt_rows(result) if item.status not in without]
@@ -80,24 +80,24 @@ def attempts_table(result: Mapping[str, Any], width: int = WIDTH, without: Seque
     for item in attempts:
         told = textwrap.shorten(item.told, _LONGEST_REASON, placeholder=" ...")
         rows.append((_cut(item.label, min(_LONGEST_LABEL, width // 2 - 8)), item.status, told))
-    # All columns are words, so the middle one is filled up to be read from the left.
+    # All columns are text, so the middle one is padded to be left-aligned.
     widest = max(len(row[1]) for row in rows)
     return "\n".join(table([(one, two.ljust(widest), three) for one, two, three in rows], width)) + "\n"
 
 
 def by_hand(result: Mapping[str, Any], patch: str, width: int = WIDTH) -> str:
-    """How to have a script's changes in the script itself; empty where there are none.
+    """How to apply a script's changes in the script itself; empty if there are none.
 
     Args:
-        result: What `tune.json` holds.
-        patch: Where the patch is, if there is one.
+        result: The content of `tune.json`.
+        patch: Path of the patch, if there is one.
         width: Columns; never under 50.
     """
     lines = [tables.plain(item) for item in tune_tables.sequence(result.get("by_hand"))]
     if not lines:
         return ""
     width = max(width, _NARROWEST)
-    told = f"git apply {patch}" if result.get("patch") else f"there is none: {tables.plain(result.get('no_patch'))}"
+    told = f"git apply {patch}" if result.get("patch") else f"not possible: {tables.plain(result.get('no_patch'))}"
     without: list[str] = []
     for item in map(tune_tables.mapping, tune_tables.sequence(result.get("patch_without"))):
         without += field("without", f"{tables.plain(item.get('change'))}: {tables.plain(item.get('reason'))}", width)
@@ -107,8 +107,8 @@ def by_hand(result: Mapping[str, Any], patch: str, width: int = WIDTH) -> str:
 
 def _bars(stages: Sequence[Stage], width: int) -> list[str]:
     labels = [_cut(stage.label, min(_LONGEST_LABEL, width // 2 - 8)) for stage in stages]
-    gains = ["" if stage.gain is None else stage.gain.times() for stage in stages]
-    intervals = ["" if stage.gain is None else stage.gain.interval() for stage in stages]
+    gains = ["" if stage.gain is None else tune_tables.times(stage.gain) for stage in stages]
+    intervals = ["" if stage.gain is None else tune_tables.ends(stage.gain) for stage in stages]
     columns = [max(len(text) for text in column) for column in (labels, gains, intervals)]
     left = width - 2 - sum(size + 2 for size in columns)
     if left < _SHORTEST_BAR:
@@ -123,7 +123,7 @@ def _bars(stages: Sequence[Stage], width: int) -> list[str]:
 
 
 def _learning(result: Mapping[str, Any]) -> str:
-    """What the proof of the whole, or of the only change, found about learning."""
+    """What the proof of all changes, or of the only change, found about learning."""
     proof = tune_tables.final_proof(result)
     parts = []
     for check in tune_tables.sequence(proof.get("checks")):
@@ -145,7 +145,7 @@ def _agreement(proof: Mapping[str, Any], width: int) -> list[str]:
         return lines
     shown = layers[:_MOST_LAYERS]
     others = f"; the {len(layers) - len(shown)} others are in report.html" if len(layers) > len(shown) else ""
-    lines += field("agreement", f"error of each layer's worst output beside what rounding explains{others}", width)
+    lines += field("agreement", f"error of each layer's worst output, and what rounding explains{others}", width)
     rows = [("layer", "error", "rounding", "bias")]
     for item in shown:
         longest = min(_LONGEST_LABEL, width - _AGREEMENT_WIDTH)

@@ -1,4 +1,4 @@
-"""What an analysis found, and the plain data its caller sees."""
+"""The result of an analysis, as an object and as plain data for the caller."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ import psutil
 import torch
 from torch import nn
 
+from frameworm.records.estimate import Interval
 from frameworm.records.schema import RunRecord, json_ready
 from frameworm.report.kit.printed import Printed
 from frameworm.report.tune.analysis import UNITS, render_analysis
-from frameworm.tune.analyzer.experiments import AS_IS, NO_SYNC, SAME_BATCH, WAIT, Interval, Measured
-from frameworm.tune.analyzer.settle import Gain
+from frameworm.tune.analyzer.experiments import AS_IS, NO_SYNC, SAME_BATCH, WAIT, Measured
+from frameworm.tune.analyzer.settle import ExperimentResult
 
 
 @dataclasses.dataclass
 class Analysis:
-    """What the experiments found on this rank."""
+    """The results of the experiments on this rank."""
 
     record: RunRecord
     measured: Measured
-    gains: dict[str, Gain]
-    samples: int  # of a step, on all ranks
+    gains: dict[str, ExperimentResult]
+    samples: int  # per step, on all ranks
     workers: int | None
     other_workers: int | None
     wall_s: float
     steps_per_epoch: int | None = None
-    sync_every: int = 1  # steps from one communication to the next
+    sync_every: int = 1  # steps between two communications
 
 
 def describe(analysis: Analysis, model: nn.Module, device: torch.device) -> Printed:
@@ -80,7 +81,7 @@ def describe(analysis: Analysis, model: nn.Module, device: torch.device) -> Prin
 
 
 def _per_epoch(analysis: Analysis) -> dict[str, float | None]:
-    """Steps, how often gradients are averaged over the ranks, and what a rank sends for it."""
+    """Steps, how often gradients are averaged over the ranks, and how much a rank sends for that."""
     steps, communication = analysis.steps_per_epoch, analysis.record.communication
     sent = communication.bytes_per_step
     met = None if steps is None else steps // analysis.sync_every
@@ -111,9 +112,9 @@ def _gb(size: int | None) -> float | None:
     return None if size is None else size / 2**30
 
 
-def _ms(interval: Interval | None) -> float | None:
+def _ms(interval: Interval[float] | None) -> float | None:
     return None if interval is None else interval.value * 1e3
 
 
-def _interval_ms(interval: Interval | None) -> dict[str, float] | None:
+def _interval_ms(interval: Interval[float] | None) -> dict[str, float] | None:
     return None if interval is None else dataclasses.asdict(interval.scaled(1e3))

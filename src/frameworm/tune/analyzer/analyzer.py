@@ -1,4 +1,4 @@
-"""`BottleneckAnalyzer`: short experiments with the real step, then the same rules as everyone."""
+"""`BottleneckAnalyzer`: short experiments with the real step, diagnosed by the same rules as any run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from frameworm.config.schema import Config
 from frameworm.data.adopt import adopt_loader
 from frameworm.data.steps import StepBatch
 from frameworm.diagnose.rules.cost import GAINS
-from frameworm.diagnose.rules.judge import Judgement, apply_judgement, judge
+from frameworm.diagnose.rules.judge import Diagnosis, apply_judgement, judge
 from frameworm.engine.settings import api_defaults, apply_settings
 from frameworm.engine.summary import count_parameters, describe_device, measure_memory
 from frameworm.errors import DataError, DeviceError
@@ -47,12 +47,12 @@ from frameworm.tune.analyzer.experiments import (
     standard_variants,
 )
 from frameworm.tune.analyzer.loader_copy import copy_loader, other_workers, workers_of
-from frameworm.tune.analyzer.settle import Gain, settle
+from frameworm.tune.analyzer.settle import ExperimentResult, settle
 from frameworm.tune.analyzer.untouched import untouched
 
 WORTH_TRYING_WORKERS = 1.05
-LOADER_SHARE = 0.05  # of the time, for the loader by itself
-CLOCK_STEPS = 10  # timed by a model's own DDP
+LOADER_SHARE = 0.05  # fraction of the time budget for the loader alone
+CLOCK_STEPS = 10  # steps timed by a model's own DDP
 COMPRESS = Remedy(
     "parallel.compression", "auto", "send less: enable_gradient_compression(ddp_model) in a loop of your own"
 )
@@ -64,23 +64,23 @@ CHEAPER_SAMPLES = Remedy(
 
 
 class BottleneckAnalyzer:
-    """Says what holds a training back, by trying.
+    """Finds what limits the speed of a training by experiment.
 
-    The real step runs in variants that differ in one thing: the same batch again (no data to wait for), `no_sync` (no
+    The real step runs in variants that differ in one respect: the same batch again (no waiting for data), `no_sync` (no
     communication), half and twice the batch, autocast on or off, and another number of loader workers. Afterwards
-    model, optimizer, random generators and loader are as they were found, to the last bit.
+    model, optimizer, random generators and loader are restored bitwise.
 
     Args:
-        model: The model, on `device`; it may be under DDP. In a process group every rank makes the same call.
-        train_loader: What `Trainer.train` takes.
-        device: Where the model is; None: where its parameters are.
+        model: The model, on `device`; it may be wrapped in DDP. In a process group every rank must make the same call.
+        train_loader: As for `Trainer.train`.
+        device: The model's device; None: that of its parameters.
         optimizer: The optimizer; without one the experiments use an AdamW of their own.
         loss_fn: As for `Trainer`.
-        config: Settings as a whole; keywords below win over it.
-        budget_s: Time for the experiments; a slow step may take it further, as three rounds are the least.
+        config: All settings; the keywords below override it.
+        budget_s: Time for the experiments; slow steps may exceed it, because at least three rounds are run.
         **settings: Fields of the config by name, as for `Trainer`.
 
-    Example:
+    Examples:
         >>> analysis = BottleneckAnalyzer(model, loader, "cuda").analyze()
         >>> analysis["findings"][0]["code"]
     """
@@ -112,10 +112,10 @@ class BottleneckAnalyzer:
         Returns:
             `compute` {time_ms, throughput}, `communication` {time_ms, bandwidth_gbps, param_size_mb}, `data_loading`
             {time_ms, throughput, wait_ms, num_workers, tried_workers}, `memory` {allocated_gb, reserved_gb, peak_gb,
-            total_gb, usage_pct}, `per_epoch` {steps, communications, sent_gb}, `batch`, `verdict` and `findings` as
-            in a run's summary, `experiments` with every variant's step time and what was skipped, and the `units` of
-            all figures. Unknown is None. Times are those of one step on this rank; throughputs are those of all ranks,
-            that of data loading without a model to wait for. `print(result)` shows it as text.
+            total_gb, usage_pct}, `per_epoch` {steps, communications, sent_gb}, `batch`, `verdict` and `findings` as in
+            a run's summary, `experiments` with every variant's step time and what was skipped, and the `units` of all
+            numbers. Unknown values are None. Times are per step on this rank; throughputs are over all ranks, that of
+            data loading without a model to wait for. `print(result)` shows it as text.
         """
         analysis = self.run()
         apply_judgement(analysis.record, self.judge(analysis))
@@ -123,15 +123,15 @@ class BottleneckAnalyzer:
         return self._last
 
     def analyze_compute(self) -> Printed:
-        """The part `compute` of an analysis, by the experiment that it needs."""
+        """The part `compute` of an analysis, from the experiment that it needs."""
         return self._part("compute", SAME_BATCH)
 
     def analyze_communication(self) -> Printed:
-        """The part `communication` of an analysis, by the experiments that it needs."""
+        """The part `communication` of an analysis, from the experiments that it needs."""
         return self._part("communication", SAME_BATCH, NO_SYNC)
 
     def analyze_data_loading(self) -> Printed:
-        """The part `data_loading` of an analysis, by the experiments that it needs."""
+        """The part `data_loading` of an analysis, from the experiments that it needs."""
         return self._part("data_loading", AS_IS, SAME_BATCH)
 
     def analyze_memory(self) -> Printed:
@@ -139,14 +139,14 @@ class BottleneckAnalyzer:
         return self._part("memory", SAME_BATCH)
 
     def print_summary(self) -> None:
-        """Print the last analysis; there is none yet: run one."""
+        """Print the last analysis; if there is none, run one first."""
         print(self._last or self.analyze())
 
     def _part(self, name: str, *variants: str) -> Printed:
         return Printed(describe(self.run(variants), self._model, self._device)[name], render_figures)
 
     def run(self, only: Sequence[str] = ALL_VARIANTS) -> Analysis:
-        """The experiments, as records; `only` names those to make, the same batch again being one of them."""
+        """Run the experiments and return records; `only` names the variants, which include the same batch again."""
         began = perf_counter()
         optimizer = self._optimizer
         notes = []
@@ -162,7 +162,7 @@ class BottleneckAnalyzer:
             )
         dataset = getattr(self._loader, "dataset", None)
         with untouched(self._model, optimizer, self._device, dataset), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of variants the user never asked for
+            warnings.simplefilter("ignore")  # warnings about variants that the user never asked for
             analysis = self._experiment(optimizer, began, only)
         analysis.record.notes += notes
         return analysis
@@ -235,7 +235,7 @@ class BottleneckAnalyzer:
     def _record(
         self, bench: Bench, measured: Measured, first: StepBatch, workers: int | None, wall_s: float
     ) -> RunRecord:
-        """The steps as they are, as a run's record."""
+        """The unchanged steps, as a run's record."""
         steps = [_step_record(number, timed) for number, timed in enumerate(measured.as_is, start=1)]
         aggregate = StepAggregate(warmup=0)
         for step in steps:
@@ -269,8 +269,8 @@ class BottleneckAnalyzer:
             slow_steps=aggregate.slow_steps(),
         )
 
-    def judge(self, analysis: Analysis) -> Judgement:
-        """The rules on the steps as they are, with what the experiments measured."""
+    def judge(self, analysis: Analysis) -> Diagnosis:
+        """Diagnose the unchanged steps, using what the experiments measured."""
         account = StepAccount(warmup=0).extend(
             _step_record(number, timed) for number, timed in enumerate(analysis.measured.as_is, start=1)
         )
@@ -284,19 +284,19 @@ def measured_gains(
     workers: int | None,
     tried: int | None,
     hooked: bool = False,
-) -> dict[str, Gain]:
-    """By code, what taking the cause away gained."""
-    found: dict[str, Gain] = {}
+) -> dict[str, ExperimentResult]:
+    """The measured gain of removing each cause, by code."""
+    found: dict[str, ExperimentResult] = {}
     without_data = measured.gain(AS_IS, SAME_BATCH)
     if without_data is not None:
         other = measured.gain(AS_IS, WORKERS)
         if other is not None and other.low > 1.0:
             remedy = Remedy("data.num_workers", tried, f"{tried} loader processes: measured here")
             words = f"{tried} loader processes instead of {workers}"
-            found["input_bound"] = Gain(other, words, remedy, cost=without_data)
+            found["input_bound"] = ExperimentResult(other, words, remedy, cost=without_data)
         else:
             figures = {} if other is None else {"tried_workers": tried, "tried_workers_speedup": other.value}
-            found["input_bound"] = Gain(
+            found["input_bound"] = ExperimentResult(
                 without_data,
                 "the same batch again, without the loader",
                 figures=figures,
@@ -306,21 +306,23 @@ def measured_gains(
     without_ranks = measured.gain(SAME_BATCH, SLOWEST)
     if without_ranks is not None:
         remedy = ACCUMULATE if hooked else COMPRESS
-        found["communication_bound"] = Gain(without_ranks, "no_sync: no gradients are sent", instead=remedy)
+        found["communication_bound"] = ExperimentResult(without_ranks, "no_sync: no gradients are sent", instead=remedy)
     without_waiting = measured.gain_without_waiting()
-    if without_waiting is not None and without_waiting.low >= GAINS["warning"]:  # only computing was compared
+    if without_waiting is not None and without_waiting.low >= GAINS["warning"]:  # compares computation only
         words, figures = "no_sync on each rank: one computes longer", {"slowest_rank": measured.slowest_rank}
-        found["straggler"] = Gain(without_waiting, words, figures=figures, instead=LATE_RANK)
+        found["straggler"] = ExperimentResult(without_waiting, words, figures=figures, instead=LATE_RANK)
     cast = measured.gain(SAME_BATCH, AUTOCAST)
     if cast is not None and bench.precision.name == "off":
         word = bench.other_precision.name
         remedy = Remedy("gpu.mixed_precision", word, f"compute in {word}, keep weights in fp32: measured here")
-        found["precision_unused"] = Gain(cast, f"forward and backward in {word}", remedy)
+        found["precision_unused"] = ExperimentResult(cast, f"forward and backward in {word}", remedy)
     double = measured.gain(SAME_BATCH, DOUBLE_BATCH)
     if double is not None:
         micro = max(first.samples)
         remedy = Remedy("training.micro_batch", 2 * micro, f"micro-batches of {2 * micro} samples, with lr to match")
-        found["small_batch"] = Gain(double.scaled(2.0), "twice the batch, per sample", remedy, {"micro_batch": micro})
+        found["small_batch"] = ExperimentResult(
+            double.scaled(2.0), "twice the batch, per sample", remedy, {"micro_batch": micro}
+        )
     return found
 
 
@@ -345,7 +347,7 @@ def _local_world_size() -> int:
 
 
 def device_of(model: nn.Module, device: torch.device | str | int | None) -> torch.device:
-    """The device that is meant, which must be the model's."""
+    """The requested device, which must be the model's."""
     found = next((item.device for item in model.parameters()), None)
     if device is None:
         return choose_device() if found is None else found

@@ -1,4 +1,4 @@
-"""The engine's step on one model, to be run in blocks: from a loader without an end, or on the same batch again."""
+"""The engine's step on one model, run in blocks: from an endless loader, or on the same batch again."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from frameworm.observe.clocks.phases import DATA_WAIT, OTHER, Timed
 from frameworm.parallel.choose import choose_strategy
 from frameworm.parallel.compression.public import CompressedDDP
 from frameworm.parallel.strategy import Strategy
+from frameworm.torch_private import distributed
 from frameworm.tune.analyzer.loader_copy import batches_ahead, end_workers
 
-_USUAL_SAMPLE_RATE = 100  # DDP times one step in so many, and cannot be asked which rate is set
+_USUAL_SAMPLE_RATE = 100  # DDP's default: it times one step in this many, and its setting cannot be read
 
 
 class Feed:
-    """Steps of a loader without an end: an epoch after the other."""
+    """Steps of a loader without end: one epoch after another."""
 
     def __init__(self, loader: Any, device: torch.device, strategy: Strategy, accumulation: int) -> None:
         self.ahead = batches_ahead(loader)
@@ -54,7 +55,7 @@ class Feed:
         self._steps: Iterator[StepBatch] | None = None
 
     def __call__(self) -> StepBatch:
-        """The next step's batches."""
+        """The batches of the next step."""
         batch = next(self._steps, None) if self._steps is not None else None
         if batch is None:
             self._steps = self._source.epoch(self._epoch)
@@ -64,27 +65,27 @@ class Feed:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps of one epoch on this rank; None where the loader does not know its length."""
+        """Steps of one epoch on this rank; None if the loader has no length."""
         try:
             return -(-len(self._loader) // self._accumulation)
         except TypeError:
             return None
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self._steps = None
         end_workers(self._loader)
 
 
 class Replicas(Strategy):
-    """A model that its owner has put under DDP."""
+    """A model that the user has wrapped in DDP."""
 
     name = "ddp"
 
     def __init__(self, device: torch.device, wrapped: DistributedDataParallel) -> None:
         super().__init__(device, dist.get_rank(), dist.get_world_size())
         self._wrapped = wrapped
-        self._times: dict[int, float] = {}  # by DDP's number of the step
+        self._times: dict[int, float] = {}  # by DDP's step number
 
     def place(self, model: nn.Module) -> nn.Module:
         return self._wrapped
@@ -102,29 +103,28 @@ class Replicas(Strategy):
 
     @contextlib.contextmanager
     def timing(self) -> Iterator[Callable[[], None]]:
-        """Let DDP time its communication; call what is yielded before each step, then ask `communication_s`."""
+        """Let DDP time its communication; call what is yielded before each step, then read `communication_s`."""
         self._times.clear()
-        self._wrapped._set_ddp_runtime_logging_sample_rate(1)
+        distributed.set_timing_rate(self._wrapped, 1)
         try:
             yield self._note_time
         finally:
-            self._wrapped._set_ddp_runtime_logging_sample_rate(_USUAL_SAMPLE_RATE)
+            distributed.set_timing_rate(self._wrapped, _USUAL_SAMPLE_RATE)
 
     def _note_time(self) -> None:
-        """DDP puts the times of a backward pass down in the next forward pass."""
-        assert self._wrapped.logger is not None
-        data = self._wrapped.logger._get_ddp_logging_data().ints_map
+        """DDP reports the times of a backward pass in the next forward pass."""
+        data = distributed.times_of(self._wrapped)
         self._times[data.get("iteration", 0)] = data.get("backward_comm_time", 0) * 1e-9
 
     @property
     def communication_s(self) -> float | None:
-        """Time in which gradients were on their way in a step, as DDP timed it; None if it did not."""
+        """Seconds per step in which gradients were being sent, as timed by DDP; None if it timed nothing."""
         times = [seconds for seconds in self._times.values() if seconds > 0]
         return statistics.median(times) if times else None
 
 
 class Bench:
-    """The engine's step on one model, in two precisions, with a clock that divides it into phases."""
+    """The engine's step on one model, in two precisions, with a clock that times its phases."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class Bench:
         sync: bool = True,
         other_precision: bool = False,
     ) -> list[Timed]:
-        """Run some steps; those after the first `drop` as they were measured."""
+        """Run some steps and return the measurements of those after the first `drop`."""
         apply_checkpointing(self.model, self._memory)  # another bench of the same model may have changed it
         step = self._steps[int(other_precision)]
         clock, timed = self._clock, []
@@ -188,7 +188,7 @@ class Bench:
         return [item for item in timed if item.payload[0] >= drop]
 
     def communication_s(self, step: StepBatch, steps: int) -> float | None:
-        """Time of a step in which gradients are on their way, where only DDP's own clock can tell."""
+        """Seconds per step in which gradients are being sent, if only DDP's own clock can tell."""
         strategy = self.strategy
         if not isinstance(strategy, Replicas):
             return None
@@ -202,12 +202,12 @@ class Bench:
         return strategy.communication_s
 
     def agreed(self, seconds: float) -> float:
-        """The longest time on any rank: decisions that follow from it are the same on all."""
+        """The longest time on any rank, so that decisions based on it are the same on all."""
         return all_reduce_max(seconds, self.device)
 
 
 def find_strategy(model: nn.Module, device: torch.device, config: Config) -> Strategy:
-    """How the model runs in this process: as its owner wrapped it, or as the engine would."""
+    """The strategy of this process: the user's own wrapper, or what the engine would choose."""
     if isinstance(model, DistributedDataParallel):
         return Replicas(device, model)
     if not dist.is_initialized():
@@ -217,13 +217,13 @@ def find_strategy(model: nn.Module, device: torch.device, config: Config) -> Str
 
 
 def without_compression(model: nn.Module) -> nn.Module:
-    """The DDP inside of a `CompressedDDP`; every other model as it is."""
+    """The DDP inside a `CompressedDDP`; any other model unchanged."""
     return model.ddp if isinstance(model, CompressedDDP) else model
 
 
 def has_hook(model: nn.Module) -> bool:
-    """Whether a communication hook of its owner sends the gradients of a DDP model."""
-    return bool(getattr(without_compression(model), "_comm_hooks", None))
+    """Whether a communication hook of the user's sends the gradients of a DDP model."""
+    return distributed.has_hook(without_compression(model))
 
 
 def step_of(batch: Any, world_size: int = 1) -> StepBatch:
@@ -238,5 +238,5 @@ def batch_figures(batch: StepBatch) -> tuple[int, int | None, int | None]:
 
 
 def mean_step_s(timed: Sequence[Timed]) -> float:
-    """Mean time of the steps of a block."""
+    """Mean step time of a block."""
     return statistics.fmean(item.step_s for item in timed)

@@ -1,4 +1,4 @@
-"""`frameworm profile --config`: a short run of a config, then experiments that measure what its findings would gain."""
+"""`frameworm profile --config`: a short run of a config, then experiments that measure the gain of its findings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS = 100
 
 
 class _Account(Listener):
-    """Keeps what the rules and the report need of each step."""
+    """Keeps what the rules and the report need from each step."""
 
     def __init__(self) -> None:
         self.account = StepAccount()
@@ -48,21 +48,21 @@ class _Account(Listener):
 def analyze_config(
     config: Config, steps: int = STEPS, *, budget_s: float = 30.0, out: str | Path | None = None
 ) -> RunRecord:
-    """Train a few steps of a config as it is, then try what its findings promise.
+    """Train a few steps with a config, then measure what its findings would gain.
 
     Args:
         config: A loaded config; it is not changed. In a process group every rank calls this.
-        steps: Steps of the run, unless its epochs end before.
+        steps: Steps of the run, unless its epochs end earlier.
         budget_s: Time for the experiments after it.
-        out: Run folder to leave, as for `run`; its summary and report hold the measured findings. None: no folder.
+        out: Run folder to write, as for `run`; its summary and report hold the measured findings. None: no folder.
 
     Returns:
         The run's record. Findings that an experiment could test have a measured speedup.
     """
     short = config.model_copy(deep=True)
     short.training.max_steps = min(steps, short.training.max_steps or steps)
-    short.observe.loggers = []  # it is no experiment of the user's
-    # A profile of a few steps says nothing about saving, except by its own folder's last checkpoint.
+    short.observe.loggers = []  # it is not one of the user's experiments
+    # A profile of a few steps says nothing about checkpoints except the last one in its own folder.
     kept = _Account()
     record = run(short, out=out, callbacks=[kept])
     log.info("trying what remedies would gain, for about %.0f s", budget_s)
@@ -79,7 +79,7 @@ def analyze_config(
 
 
 def _experiments(config: Config, budget_s: float) -> Analysis | str:
-    """The experiments on a model and loader of their own, or why there are none."""
+    """Run the experiments on a separate model and loader; returns a sentence if there can be none."""
     process = setup_ddp() if is_distributed() else detect()
     config = resolve_here(config, process.world_size)
     if config.data.batching == "packed":
@@ -105,7 +105,7 @@ def _experiments(config: Config, budget_s: float) -> Analysis | str:
 
 
 def _written(record: RunRecord, kept: _Account, config: Config) -> RunRecord:
-    """Write summary and report anew where the run left a folder."""
+    """Rewrite summary and report if the run left a folder."""
     process = setup_ddp() if is_distributed() else detect()
     if record.run_dir is not None and process.rank == 0:
         folder = RunFolder.open(record.run_dir)

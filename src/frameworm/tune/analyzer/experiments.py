@@ -1,7 +1,7 @@
-"""Short controlled experiments with the engine's own step: the same step again with one thing changed.
+"""Short controlled experiments with the engine's own step: the same step with one thing changed.
 
-Variants take turns, block by block, so that a machine that slows down does so for all of them; gains are taken within
-a round and reported as the median over the rounds with a bootstrap 95% interval.
+Variants are interleaved block by block, so that a machine that slows down affects all of them; gains are computed
+within a round and reported as the median over rounds with a bootstrap 95% interval.
 """
 
 from __future__ import annotations
@@ -20,39 +20,27 @@ from frameworm.data.prefetch import tensors_in
 from frameworm.data.steps import StepBatch
 from frameworm.launch.process_group import all_reduce_sums
 from frameworm.observe.clocks.phases import Timed
+from frameworm.records.estimate import Interval
 from frameworm.tune.analyzer.bench import Bench, Feed, mean_step_s
 
 AS_IS, SAME_BATCH, NO_SYNC, AUTOCAST = "as_is", "same_batch", "no_sync", "autocast"
 SLOWEST = "no_sync_slowest_rank"  # the same on the rank that computes longest
-WAIT = "wait_for_slowest_rank"  # what that rank takes longer than the others
+WAIT = "wait_for_slowest_rank"  # how much longer that rank takes than the others
 HALF_BATCH, DOUBLE_BATCH, WORKERS = "half_batch", "double_batch", "other_workers"
-ALL_VARIANTS = (AS_IS, SAME_BATCH, NO_SYNC, AUTOCAST, HALF_BATCH, DOUBLE_BATCH)  # WORKERS join where data is waited for
+ALL_VARIANTS = (AS_IS, SAME_BATCH, NO_SYNC, AUTOCAST, HALF_BATCH, DOUBLE_BATCH)  # WORKERS is added if data is slow
 
 RESAMPLES = 2_000
 WARM_UP_STEPS = 3
 FEWEST_BLOCK_STEPS, MOST_BLOCK_STEPS = 4, 40
 FIRST_LOOK_STEPS = 2
-HOPELESS = 5.0  # times as slow; twice the batch takes twice the time
+HOPELESS = 5.0  # a variant this many times slower is dropped; twice the batch takes twice the time
 MORE_LOOKS, LONGEST_PAUSE_S = 3, 0.5
 FEWEST_ROUNDS, ROUNDS = 3, 7
-MOST_OF_A_STEP = 0.95  # that waiting for another rank can be
+MOST_OF_A_STEP = 0.95  # upper bound for the fraction of a step spent waiting for another rank
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A median over the rounds and where it lies with 95% confidence."""
-
-    value: float
-    low: float
-    high: float
-
-    def scaled(self, factor: float) -> Interval:
-        """The figure times a number that is known."""
-        return Interval(self.value * factor, self.low * factor, self.high * factor)
-
-
-def median_interval(values: Sequence[float], resamples: int = RESAMPLES) -> Interval | None:
-    """The median with a percentile bootstrap from a generator of its own; None for fewer than three values."""
+def median_interval(values: Sequence[float], resamples: int = RESAMPLES) -> Interval[float] | None:
+    """The median with a percentile bootstrap interval from a fixed seed; None for fewer than three values."""
     if len(values) < 3:
         return None
     draw = random.Random(0)
@@ -63,26 +51,26 @@ def median_interval(values: Sequence[float], resamples: int = RESAMPLES) -> Inte
 
 @dataclass
 class Measured:
-    """Mean step of each variant in each round, and what could not be tried."""
+    """Mean step time of each variant in each round, and what could not be tried."""
 
     rounds: list[dict[str, float]] = field(default_factory=list)
     as_is: list[Timed] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     slowest_rank: int | None = None
-    loader_samples_per_s: float | None = None  # of all ranks, without a model to wait for
-    communication_s: float | None = None  # gradients on their way, by the clock of the model's own DDP
+    loader_samples_per_s: float | None = None  # over all ranks, without a model to wait for
+    communication_s: float | None = None  # seconds of sending per step, by the clock of the model's own DDP
 
-    def step_s(self, variant: str) -> Interval | None:
+    def step_s(self, variant: str) -> Interval[float] | None:
         """Step time of a variant."""
         return median_interval([item[variant] for item in self.rounds if variant in item])
 
-    def gain(self, before: str, after: str) -> Interval | None:
-        """How many times as fast the second variant is, round by round."""
+    def gain(self, before: str, after: str) -> Interval[float] | None:
+        """The speedup of the second variant over the first, round by round."""
         both = [item for item in self.rounds if before in item and after in item]
         return median_interval([item[before] / item[after] for item in both])
 
-    def gain_without_waiting(self) -> Interval | None:
-        """How many times as fast a step would be if the slowest rank computed as fast as the others."""
+    def gain_without_waiting(self) -> Interval[float] | None:
+        """The speedup if the slowest rank computed as fast as the others."""
         rounds = [item for item in self.rounds if SAME_BATCH in item and SLOWEST in item]
         return median_interval([item[SAME_BATCH] / (item[SAME_BATCH] - item[WAIT]) for item in rounds])
 
@@ -103,7 +91,7 @@ class Measured:
 
 
 def resized(step: StepBatch, factor: float) -> StepBatch | None:
-    """The same step with half or twice the samples in each micro-batch; None where a batch cannot be cut like that."""
+    """The same step with half or twice the samples per micro-batch; None if a batch cannot be resized."""
     batches = []
     for batch in step.batches:
         size = batch_size_of(batch)
@@ -119,7 +107,7 @@ def resized(step: StepBatch, factor: float) -> StepBatch | None:
 
 
 def _resized(value: Any, keep: int | None) -> Any:
-    """The first `keep` samples, or all of them twice."""
+    """Keep the first `keep` samples, or duplicate all of them."""
     if isinstance(value, torch.Tensor):
         return torch.cat([value, value]) if keep is None else value[:keep].clone()
     if isinstance(value, Mapping) and type(value) is dict:
@@ -133,16 +121,16 @@ def _resized(value: Any, keep: int | None) -> Any:
 
 @dataclass
 class Variant:
-    """One thing changed."""
+    """A step with one thing changed."""
 
     next_batch: Callable[[], StepBatch]
-    drop: int = 1  # the first step after another variant finds cold caches
+    drop: int = 1  # the first step after another variant runs with cold caches
     sync: bool = True
     other_precision: bool = False
-    bench: Bench | None = None  # where variants differ in more than one step can
+    bench: Bench | None = None  # for variants that differ in more than one step can express
 
     def run(self, bench: Bench, steps: int) -> list[Timed]:
-        """One block."""
+        """Run one block."""
         return (self.bench or bench).block(
             self.next_batch, steps, drop=self.drop, sync=self.sync, other_precision=self.other_precision
         )
@@ -151,13 +139,13 @@ class Variant:
 def standard_variants(
     bench: Bench, feed: Feed, first: StepBatch, measured: Measured, *, compiled: bool = False
 ) -> dict[str, Variant]:
-    """What is tried on every model; what cannot be is noted in `measured.skipped`."""
+    """The variants tried on every model; those that cannot be tried are noted in `measured.skipped`."""
     found = {AS_IS: Variant(feed, drop=feed.ahead + 1), SAME_BATCH: Variant(lambda: first)}
     if bench.strategy.world_size > 1:
         found[NO_SYNC] = Variant(lambda: first, sync=False)
     if compiled:
         for name in (AUTOCAST, HALF_BATCH, DOUBLE_BATCH):
-            measured.skipped[name] = "the model is compiled, and would be compiled anew for it"
+            measured.skipped[name] = "the model is compiled, and would have to be recompiled for it"
         return found
     if bench.other_precision.scaler is None:
         found[AUTOCAST] = Variant(lambda: first, other_precision=True)
@@ -184,12 +172,15 @@ def run_rounds(
     more: Callable[[dict[str, float]], Mapping[str, Variant]] = lambda first_round: {},
     longest: str = AS_IS,
 ) -> None:
-    """Let the variants take turns until the time is up.
+    """Interleave the variants until the time is up.
 
     Args:
-        budget_s: Time for everything, from now on.
-        more: From the first round to further variants that are worth trying.
-        longest: The variant whose step is not shorter than that of those.
+        bench: The bench to run them on.
+        variants: The variants; hopeless ones are removed, further ones added.
+        measured: Receives the results.
+        budget_s: Time for everything from now on.
+        more: Given the first round's step times, returns further variants to try.
+        longest: The variant whose step time is an upper bound of theirs.
     """
     began = perf_counter()
     steps = dict.fromkeys(variants, 0)
@@ -210,7 +201,7 @@ def run_rounds(
             times[name] = mean_step_s(timed)
             if name == AS_IS and number:
                 measured.as_is += timed
-        if number == 0:  # shows what a step costs, and how many a block may have
+        if number == 0:  # shows how long a step takes, and so how many fit into a block
             _drop_hopeless(bench, variants, times, longest, measured)
             variants.update(more(times))
             share_s = 0.9 * budget_s / (ROUNDS + 1) / len(variants)
@@ -226,8 +217,8 @@ def run_rounds(
 
 
 def loader_rate(bench: Bench, feed: Feed, budget_s: float) -> float:
-    """Samples per second of a loader that nothing holds back, on all ranks."""
-    for _ in range(feed.ahead):  # may have been ready
+    """Samples per second of a loader that waits for nothing, over all ranks."""
+    for _ in range(feed.ahead):  # these may have been prefetched
         feed()
     began = perf_counter()
     samples = feed().global_samples
@@ -240,9 +231,9 @@ def loader_rate(bench: Bench, feed: Feed, budget_s: float) -> float:
 def _drop_hopeless(
     bench: Bench, variants: dict[str, Variant], times: Mapping[str, float], longest: str, measured: Measured
 ) -> None:
-    """What is many times slower would only use up the time of the others.
+    """Drop variants that are many times slower, since they would use up the time of the others.
 
-    One pause of a busy host makes a short step that slow too: before it is believed of one, both are looked at again.
+    A pause of a busy host can make a short step look that slow, so such variants are measured again first.
     """
     for name in [name for name in variants if name in times and name not in (longest, SAME_BATCH)]:
         own_s, longest_s = times[name], times[longest]

@@ -1,4 +1,4 @@
-"""Small measurements on the same engine: one step, its memory, and two settings against each other."""
+"""Small measurements on the same engine: one step, its memory, and a comparison of two settings."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def benchmark_training_step(
     config: Config | None = None,
     **settings: Any,
 ) -> Printed:
-    """Time the training step on one batch, which must be on the model's device; nothing is changed by it.
+    """Time the training step on one batch, which must be on the model's device; all state is restored.
 
     Args:
         model: The model.
-        batch: One batch, as the loader yields it. A number, for a model that begins with a Linear layer: so many random
-            inputs, and the mean of the outputs stands for the loss.
+        batch: One batch, as the loader yields it. For a model that begins with a Linear layer, a number: that many
+            random inputs, with the mean of the outputs as loss.
         device: The model's device.
-        optimizer: Without one an AdamW of its own.
+        optimizer: The optimizer; None: a separate AdamW.
         loss_fn: As for `Trainer`.
-        steps: Steps that count.
+        steps: Steps to measure.
         warmup: Steps before them.
-        config: Settings as a whole; keywords win over it.
+        config: All settings; keywords override it.
         **settings: As for `Trainer`.
 
     Returns:
@@ -85,15 +85,15 @@ def profile_memory_usage(
     config: Config | None = None,
     **settings: Any,
 ) -> Printed:
-    """Bytes a training step needs; arguments as for `benchmark_training_step`.
+    """Bytes that a training step needs; arguments as for `benchmark_training_step`.
 
     Returns:
-        `parameters`, `gradients`, `optimizer` and `buffers` by their tensors; `activations`, what forward keeps for
-        backward beside them (by the tensors autograd saved); `step`, the sum of these; `peak` of the process so far, on
-        a GPU by the allocator, and `total`. `efficiency` is the share of the peak that the step needs (the rest is
-        working memory, what the allocator keeps and, on a CPU, Python and its libraries), `usage` that of the total
-        that the peak takes. With `activation_checkpointing`, `checkpointing_saved_pct` is what it saves of the
-        activations. It prints as text.
+        `parameters`, `gradients`, `optimizer` and `buffers`, the sizes of their tensors; `activations`, what forward
+        keeps for backward in addition (the tensors saved by autograd); `step`, the sum of these; `peak` of the process
+        so far, on a GPU by the allocator, and `total`. `efficiency` is the fraction of the peak that the step needs
+        (the rest is working memory, memory kept by the allocator and, on a CPU, Python and its libraries), `usage` the
+        peak as a fraction of the total. With `activation_checkpointing`, `checkpointing_saved_pct` is how much of the
+        activations it saves. It prints as text.
     """
     place = device_of(model, device)
     batch, loss_fn = _batch(model, batch, loss_fn, place)
@@ -117,7 +117,7 @@ def profile_memory_usage(
 
 
 def _step_bytes(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, bench: Bench) -> dict[str, int]:
-    """What a step of the bench needs, by its tensors."""
+    """The bytes of all tensors that a step of the bench needs."""
     saved: dict[int, int] = {}
     own = {item.untyped_storage().data_ptr() for item in [*model.parameters(), *model.buffers()]}
 
@@ -151,22 +151,22 @@ def measure_optimization_effectiveness(
     loss_fn: Callable[..., Any] | None = None,
     budget_s: float = 20.0,
 ) -> Printed:
-    """Compare two settings of the step on one batch, block by block in turns; nothing is changed by it.
+    """Compare two settings of the step on one batch, in interleaved blocks; all state is restored.
 
     Args:
         model: The model.
         batch: One batch, as the loader yields it, on the model's device.
-        before: Settings as a config, or some of them by name: `{}`.
+        before: A config, or some settings by name: `{}`.
         after: The same for the other side: `{"mixed_precision": "bf16"}`.
         device: The model's device.
-        optimizer: Without one an AdamW of its own.
+        optimizer: The optimizer; None: a separate AdamW.
         loss_fn: As for `Trainer`.
         budget_s: Time for both.
 
     Returns:
-        `before_ms` and `after_ms` per step, `speedup` {value, low, high} (95%), and `effective`: True when the whole
-        interval is above 1, False when it is below, None when it holds both answers. `memory` has `before_bytes` and
-        `after_bytes` of a step (see `step` of `profile_memory_usage`) and `saved_pct`. It prints as text.
+        `before_ms` and `after_ms` per step, `speedup` {value, low, high} (95%), and `effective`: True if the whole
+        interval is above 1, False if it is below, None if it contains 1. `memory` has `before_bytes` and `after_bytes`
+        of a step (see `step` of `profile_memory_usage`) and `saved_pct`. It prints as text.
     """
     place = device_of(model, device)
     batch, loss_fn = _batch(model, batch, loss_fn, place)
@@ -175,7 +175,7 @@ def measure_optimization_effectiveness(
     with untouched(model, used, place):
         sides = {BEFORE: _settings(before), AFTER: _settings(after)}
         if any(side.gpu.compile_model for side in sides.values()):
-            # A compiled model is compiled for both sides; the other would be timed with it.
+            # Compiling changes the model itself, so both sides would be compiled.
             raise ConfigError("compile_model changes the model itself: compare two runs instead (frameworm compare)")
         benches = {name: Bench(model, used, loss_fn, place, side) for name, side in sides.items()}
         step = step_of(batch, benches[BEFORE].strategy.world_size)
@@ -207,7 +207,7 @@ def _settings(side: Config | dict[str, Any]) -> Config:
 def _batch(
     model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None, device: torch.device
 ) -> tuple[Any, Callable[..., Any] | None]:
-    """The batch; a number of samples becomes random inputs where the model says what they look like."""
+    """The batch; a number becomes that many random inputs if the model's input shape can be inferred."""
     if not isinstance(batch, int):
         return batch, loss_fn
     shape = input_shape_of(model)

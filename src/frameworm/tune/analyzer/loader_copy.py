@@ -1,4 +1,4 @@
-"""Copies of loaders to experiment on: the given one keeps its position, its epoch and its workers."""
+"""Copies of loaders for experiments: the original keeps its position, its epoch and its workers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.errors import DataError
 from frameworm.hardware.host import usable_cpus
+from frameworm.torch_private.loaders import forget_iterator
 
 
 def copy_loader(loader: Any, num_workers: int | None = None) -> Any:
-    """A loader of the same batches, from the beginning of its epoch.
+    """A loader of the same batches, at the beginning of its epoch.
 
     Args:
-        loader: What `Trainer.train` takes. A loader of an unknown kind is used as it is.
-        num_workers: Loader processes of the copy; None: as many as the given one has.
+        loader: As for `Trainer.train`. A loader of unknown kind is used as it is.
+        num_workers: Worker processes of the copy; None: as many as the original has.
 
     Raises:
-        DataError: It can be read only once, or has no workers to choose.
+        DataError: It can be read only once, or its number of workers cannot be chosen.
     """
     if isinstance(loader, Iterator):
         raise DataError(
@@ -49,7 +50,7 @@ def copy_loader(loader: Any, num_workers: int | None = None) -> Any:
 
 
 def workers_of(loader: Any) -> int | None:
-    """Worker processes of a loader; None when it is of a kind that has none."""
+    """Worker processes of a loader; None if its kind has none."""
     inner = loader.loader if isinstance(loader, CudaDataLoader) else loader
     if isinstance(inner, OptimizedDataLoader):
         return None if inner.in_chunks else inner.num_workers
@@ -57,7 +58,7 @@ def workers_of(loader: Any) -> int | None:
 
 
 def other_workers(loader: Any, local_world_size: int) -> int | None:
-    """A number of workers worth trying: as many as cores, fewer where there are too many, or twice."""
+    """A number of workers worth trying: as many as cores, fewer if there are too many, or twice as many."""
     now = workers_of(loader)
     if now is None:
         return None
@@ -68,7 +69,7 @@ def other_workers(loader: Any, local_world_size: int) -> int | None:
 
 
 def batches_ahead(loader: Any) -> int:
-    """Batches that may lie ready after a pause, and say nothing about how fast they come."""
+    """Batches that may be prefetched during a pause, and say nothing about the loader's speed."""
     workers = workers_of(loader) or 0
     inner = loader.settings if isinstance(loader, OptimizedDataLoader) else loader
     return workers * int(getattr(inner, "prefetch_factor", None) or 2)
@@ -79,7 +80,7 @@ def _copy_torch_loader(loader: DataLoader[Any], num_workers: int | None) -> Data
     memo = {id(loader.dataset): loader.dataset}
     changed: dict[str, Any] = {
         "_iterator": None,
-        # One memo: a batch sampler draws from the same sampler and generator as its loader.
+        # One memo, because a batch sampler draws from the same sampler and generator as its loader.
         "generator": _copied(loader.generator, memo),
         "sampler": _copied(loader.sampler, memo),
         "batch_sampler": _copied(loader.batch_sampler, memo),
@@ -90,21 +91,21 @@ def _copy_torch_loader(loader: DataLoader[Any], num_workers: int | None) -> Data
         changed["persistent_workers"] = num_workers > 0
         if not num_workers:
             changed["timeout"] = 0
-    twin.__dict__.update(changed)  # a DataLoader refuses to be changed in the usual way
+    twin.__dict__.update(changed)  # a DataLoader rejects ordinary assignment
     return twin
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy that draws the same and leaves the original alone; what the memo holds is not copied."""
+    """A copy that draws the same without affecting the original; objects in the memo are shared."""
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # holds something that cannot be copied: share it
+    except Exception:  # it cannot be copied, so share it
         return value
 
 
 def end_workers(loader: Any) -> None:
-    """Stop the processes of a copy."""
+    """Stop the processes of a copied loader."""
     if isinstance(loader, OptimizedDataLoader):
         loader.close()
     elif isinstance(loader, DataLoader):
-        loader._iterator = None
+        forget_iterator(loader)

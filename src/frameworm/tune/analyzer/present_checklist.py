@@ -1,4 +1,4 @@
-"""`print_optimization_checklist`: the checklist of doctor, checked on the model, loader and settings in hand."""
+"""`print_optimization_checklist`: doctor's checklist for a live model, loader and settings."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from frameworm.engine.memory.fitness import judge_fit
 from frameworm.engine.settings import api_defaults, apply_settings
 from frameworm.engine.summary import count_parameters
 from frameworm.hardware.inspect import inspect_machine
-from frameworm.launch.around import look_around
+from frameworm.launch.around import find_launcher
 from frameworm.launch.process_group import is_distributed, setup_ddp
 from frameworm.records.machine import Intent, MachineFacts, PlanFacts
 from frameworm.report.checks.doctor import render_checklist
 from frameworm.report.kit.printed import Printed
+from frameworm.torch_private.modules import compiled_call, is_wrapped_by_compiler, without_compiler
 from frameworm.tune.analyzer.bench import has_hook, without_compression
 from frameworm.tune.analyzer.loader_copy import workers_of
 
-_ADAM_BYTES = 8  # state of a parameter beside the parameter itself
+_ADAM_BYTES = 8  # optimizer state per parameter
 _BF16_FROM = 8.0  # compute capability
 _HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -44,18 +45,17 @@ def print_optimization_checklist(
     show: bool = True,
     **settings: Any,
 ) -> Printed:
-    """Check every optimisation on what is there: done, not done (with what to set and the gain to expect), or does not
-    apply.
+    """Check which optimizations are done, not done (with the settings and expected gain), or not applicable.
 
-    Nothing is trained. With a config file alone this is the checklist of `frameworm doctor --config F`.
+    Nothing is trained. With only a config file this is the checklist of `frameworm doctor --config F`.
 
     Args:
         model: The model, which may be compiled or in DDP; None: that of the config.
         train_loader: Its loader: batch size, workers and pinning are read from it.
-        config: The settings, or a config file; None: what `Trainer(model, optimizer)` starts from.
+        config: The settings, or a config file; None: the defaults of `Trainer(model, optimizer)`.
         optimizer: The optimizer, to see whether it is fused.
         show: Print the list.
-        **settings: Fields of the config by name, as for `Trainer`; they win over it.
+        **settings: Fields of the config by name, as for `Trainer`; they override it.
 
     Returns:
         `subject`, `items` [{name, state, reason, settings, gain, knob, finding}] and `notes`; it prints as text.
@@ -88,7 +88,7 @@ def print_optimization_checklist(
 
 
 def _here() -> tuple[MachineFacts, Intent]:
-    around = look_around()
+    around = find_launcher()
     facts = inspect_machine(
         Path("runs"),
         around.port,
@@ -111,7 +111,7 @@ def _present(
     facts: MachineFacts,
     intent: Intent,
 ) -> Subject:
-    """The settings as the live objects have them."""
+    """The settings, as the live objects actually have them."""
     parameters = [] if model is None else list(model.parameters())
     device: Literal["cpu", "cuda"] = "cuda" if facts.gpus else "cpu"
     asked = _with_loader(config, loader)
@@ -181,14 +181,11 @@ def _gpu(
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
+    return any(is_wrapped_by_compiler(module) or compiled_call(module) is not None for module in model.modules())
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """The model inside of DDP and the compiler."""
+    """The model without DDP and the compiler."""
     model = without_compression(model)
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    return getattr(inner, "_orig_mod", inner)
+    return without_compiler(inner)

@@ -1,4 +1,4 @@
-"""What experiments do to a judgement: modelled gains become measured ones, guesses that fail become notes."""
+"""Apply experiments to a judgement: modelled gains become measured ones, and refuted guesses become notes."""
 
 from __future__ import annotations
 
@@ -6,44 +6,44 @@ from dataclasses import dataclass
 from typing import Any
 
 from frameworm.diagnose.rules.cost import GAINS
-from frameworm.diagnose.rules.judge import EXPERIMENT, HEALTHY, INCONCLUSIVE, Judgement, with_findings
+from frameworm.diagnose.rules.judge import EXPERIMENT, HEALTHY, INCONCLUSIVE, Diagnosis, with_findings
+from frameworm.records.estimate import Interval
 from frameworm.records.schema import ExpectedSpeedup, Finding, Remedy
-from frameworm.tune.analyzer.experiments import Interval
 
-# Rules see these on some devices or under some wrappers only; an experiment shows them anywhere.
+# Rules can detect these only on some devices or under some wrappers; an experiment can show them anywhere.
 SEEN_BY_EXPERIMENT = ("small_batch", "precision_unused", "communication_bound", "straggler")
 RULE_SHARE = ("share_low", "share_high")
 
 
 @dataclass(frozen=True)
-class Gain:
-    """What removing a cause gained when it was tried.
+class ExperimentResult:
+    """The measured effect of removing a cause.
 
     Attributes:
-        speedup: How many times as fast.
-        experiment: What was done, in words.
-        remedy: The knob that was turned; None where the cause was taken away in a way no setting can.
-        figures: Evidence beside it.
-        refuted: A knob that was turned without gain, and is not advised any more.
-        instead: What remains to do where that was the only advice.
-        cost: Speedup without the cause altogether, where the remedy takes only a part of it.
+        speedup: The speedup.
+        experiment: What was done, as text.
+        remedy: The setting that was changed; None if no setting removes the cause in that way.
+        figures: Additional evidence.
+        refuted: A setting that was changed without gain and is no longer recommended.
+        instead: What to recommend if that was the only advice.
+        cost: The speedup without the cause altogether, if the remedy removes only part of it.
     """
 
-    speedup: Interval
+    speedup: Interval[float]
     experiment: str
     remedy: Remedy | None = None
     figures: dict[str, Any] | None = None
     refuted: str | None = None
     instead: Remedy | None = None
-    cost: Interval | None = None
+    cost: Interval[float] | None = None
 
 
-def settle(judgement: Judgement, gains: dict[str, Gain]) -> Judgement:
-    """The judgement with what the experiments measured.
+def settle(judgement: Diagnosis, gains: dict[str, ExperimentResult]) -> Diagnosis:
+    """Update a judgement with the measurements of the experiments.
 
-    A finding whose cause costs nothing when tried (the upper end of its gain is below that of an `info`) is lowered to
-    `info`; causes that only an experiment can show are added where the lower end is worth a warning. Communication that
-    may or may not cost that much is no reason to call a run healthy.
+    A finding whose cause turns out to cost nothing (the upper end of its gain is below that of an `info`) becomes an
+    `info`; causes that only an experiment can show are added if the lower end justifies a warning. A run is not called
+    healthy if communication may cost that much.
     """
     findings = [_settled(item, gains[item.code]) if item.code in gains else item for item in judgement.findings]
     there = {item.code for item in findings}
@@ -59,21 +59,21 @@ def settle(judgement: Judgement, gains: dict[str, Gain]) -> Judgement:
             f"inconclusive: without communication steps are {unclear.speedup.low:.2f} to {unclear.speedup.high:.2f} "
             "times as fast, which may be nothing; give the experiments more time (budget_s) on a quieter machine"
         )
-        return Judgement(INCONCLUSIVE, settled.findings, [*settled.notes, note])
+        return Diagnosis(INCONCLUSIVE, settled.findings, [*settled.notes, note])
     return settled
 
 
-def severity_of_gain(gain: Interval) -> str:
-    """How much a measured gain matters, by its lower end."""
+def severity_of_gain(gain: Interval[float]) -> str:
+    """The severity of a measured gain, by its lower end."""
     return next((name for name, least in GAINS.items() if gain.low >= least), "info")
 
 
-def _settled(finding: Finding, gain: Gain) -> Finding:
+def _settled(finding: Finding, gain: ExperimentResult) -> Finding:
     cost = gain.cost or gain.speedup
     severity, share, evidence = finding.severity, finding.share, finding.evidence
     measured_share = max(0.0, 1 - 1 / cost.value)
     if finding.code == "communication_bound" and share is not None and measured_share < share:
-        # The phase holds the wait for a slower rank too, which no setting of the network takes away.
+        # The phase includes waiting for a slower rank, which no network setting removes.
         share, evidence = measured_share, {name: evidence[name] for name in evidence if name not in RULE_SHARE}
     if cost.high < GAINS["info"]:
         severity = "info"
@@ -97,7 +97,7 @@ def _settled(finding: Finding, gain: Gain) -> Finding:
     )
 
 
-def _shown(code: str, gain: Gain) -> Finding:
+def _shown(code: str, gain: ExperimentResult) -> Finding:
     remedy = gain.remedy or gain.instead
     return Finding(
         code,
@@ -109,12 +109,12 @@ def _shown(code: str, gain: Gain) -> Finding:
     )
 
 
-def _evidence(gain: Gain) -> dict[str, Any]:
+def _evidence(gain: ExperimentResult) -> dict[str, Any]:
     found = {EXPERIMENT: gain.experiment, "measured_speedup": gain.speedup.value, **(gain.figures or {})}
     if gain.cost is not None:
         found["speedup_without_it"] = gain.cost.value
     return found
 
 
-def _expected(gain: Interval) -> ExpectedSpeedup:
+def _expected(gain: Interval[float]) -> ExpectedSpeedup:
     return ExpectedSpeedup(gain.value, gain.low, gain.high, "measured")

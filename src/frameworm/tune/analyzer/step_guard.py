@@ -1,4 +1,4 @@
-"""One training step of somebody's own, measured for the guard."""
+"""Measure a user's own training step for the guard."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from typing import Any
 import psutil
 import torch
 
-from frameworm.guard.figures import RunFigures, crowding
 from frameworm.guard.measure import MEASURED_S, WARMUP_CALLS, measure_calls
+from frameworm.guard.run_metrics import RunMetrics, crowding
 from frameworm.hardware.fingerprint import environment_fingerprint
 
 
 def measure_step(
     function: Callable[[], Any], name: str, *, warmup: int = WARMUP_CALLS, measured_s: float = MEASURED_S
-) -> RunFigures:
-    """Time a callable, with the device's memory and what other programs did meanwhile.
+) -> RunMetrics:
+    """Time a callable, including device memory and disturbance by other programs.
 
     Args:
         function: One step, without arguments.
-        name: What the run is called; only runs of one name can be compared.
+        name: Name of the run; only runs of the same name can be compared.
         warmup: Calls before the measured ones.
         measured_s: How long to measure.
+
+    Returns:
+        The measurements, with the environment.
     """
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     process = psutil.Process()
@@ -45,7 +48,7 @@ def measure_step(
 
 
 def _cpu_s(process: psutil.Process) -> float:
-    """Processor time of a process and of those it started."""
+    """Processor time of a process and its children."""
     total_s = 0.0
     for one in (process, *process.children(recursive=True)):
         try:

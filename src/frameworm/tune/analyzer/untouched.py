@@ -1,4 +1,4 @@
-"""Everything experiments may change in a model, an optimizer and random generators, kept and put back bit by bit."""
+"""Save and bitwise restore all state of a model, an optimizer and random generators that experiments may change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from frameworm.numerics.randomness import random_state, restore_random_state
 
 
 class _Values:
-    """A tensor, and what it held: kept in host memory, so that the experiments find the device as training would."""
+    """A tensor and a copy of its values in host memory, so that experiments have as much device memory as training."""
 
     def __init__(self, live: torch.Tensor) -> None:
         self._live = live
@@ -25,7 +25,7 @@ class _Values:
 
     @torch.no_grad()
     def restore(self) -> torch.Tensor:
-        """The tensor, holding what it held, where it was."""
+        """Restore the tensor's memory and values, and return it."""
         if self._live.data_ptr() != self._data.data_ptr():
             self._live.data = self._data
         self._live.copy_(self._kept)
@@ -33,7 +33,7 @@ class _Values:
 
 
 class _Attributes:
-    """What an object's attributes refer to, and the states of random generators among them."""
+    """The references held by an object's attributes, and the states of random generators among them."""
 
     def __init__(self, owner: Any) -> None:
         self._attributes: dict[str, Any] | None = getattr(owner, "__dict__", None)
@@ -41,7 +41,7 @@ class _Attributes:
         self._generators = [(value, state) for value in self._kept.values() if (state := _state_of(value)) is not None]
 
     def restore(self) -> None:
-        """Every name as it was; those that came later go."""
+        """Restore all attributes and delete new ones."""
         if self._attributes is None:
             return
         for name in [name for name in self._attributes if name not in self._kept]:
@@ -73,7 +73,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 class _Module:
-    """One module without its children: mode, buffers, attributes, and how it is called."""
+    """One module without its children: mode, buffers, attributes and class."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -92,7 +92,7 @@ class _Module:
 
 
 class _Wrapper:
-    """A model's DDP: what its attributes say must stay in step with its reducer, which cannot be put back."""
+    """A model's DDP wrapper: its attributes must match its reducer, which cannot be restored."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self._module = module
@@ -103,7 +103,7 @@ class _Wrapper:
 
 
 class _Optimizer:
-    """State, rates and counters of an optimizer; state that came later goes."""
+    """State, learning rates and counters of an optimizer; new state is removed."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -133,11 +133,11 @@ def _restored(kept: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def untouched(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, *others: Any) -> Iterator[None]:
-    """Inside, train as you like; afterwards all is as it was, to the last bit.
+    """Restore everything bitwise after a block that may train as it likes.
 
-    That is: parameters, their gradients, buffers, modes and attributes of all modules; the optimizer's state and
-    rates; the generators of Python, NumPy, torch and the device. Of `others` (data sets, say) the attributes, and
-    generators among them. What is inside containers of their own (a list that a module appends to) stays.
+    That is: parameters, their gradients, buffers, modes and attributes of all modules; the optimizer's state and rates;
+    the generators of Python, NumPy, torch and the device; and the attributes of `others` (such as data sets), including
+    generators among them. The content of mutable containers (a list that a module appends to) is not restored.
     """
     random_before = random_state(device)
     parameters = [(item, _Values(item), item.requires_grad) for item in model.parameters()]

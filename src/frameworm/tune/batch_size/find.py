@@ -1,4 +1,4 @@
-"""`find_optimal_batch_size`: the finder for a model in the caller's hands."""
+"""`find_optimal_batch_size`: the batch-size finder for a live model."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _HOW = "give data= (a data set), sample= (one sample of it) or input_shape= (of 
 
 
 class BatchSize(int):
-    """The largest micro-batch that fits, verified; a number, with the whole search in `report`."""
+    """The largest micro-batch that fits, verified; an int, with the whole search in `report`."""
 
     report: BatchSizeReport
 
     @property
     def fastest(self) -> int | None:
-        """The smallest micro-batch within 2% of the best rate."""
+        """The smallest micro-batch within 2% of the best throughput."""
         return self.report.fastest
 
 
 class RepeatedSample(Dataset[Any]):
-    """A data set of one sample, again and again."""
+    """A data set that repeats one sample."""
 
     def __init__(self, sample: Any, count: int) -> None:
         self.sample = sample
@@ -56,7 +56,7 @@ class RepeatedSample(Dataset[Any]):
 
 
 def sum_of_outputs(model: nn.Module, batch: Tensor) -> Tensor:
-    """A loss for inputs without targets: all that the model returns takes part in backward."""
+    """A loss for inputs without targets, in which all outputs of the model take part."""
     output = model(batch)
     found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if not isinstance(found, Tensor):
@@ -67,7 +67,7 @@ def sum_of_outputs(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def input_shape_of(model: nn.Module) -> tuple[int, ...] | None:
-    """Shape of one input of a model that begins with a Linear layer; None for all others."""
+    """Shape of one input of a model that begins with a Linear layer; None for any other model."""
     layers = (part for part in model.modules() if any(True for _ in part.parameters(recurse=False)))
     first = next(layers, None)
     return (first.in_features,) if isinstance(first, nn.Linear) else None
@@ -91,36 +91,36 @@ def find_optimal_batch_size(
     config: Config | None = None,
     **settings: Any,
 ) -> BatchSize:
-    """Find the largest micro-batch with which a model trains, by trials of the real step in processes of their own.
+    """Find the largest micro-batch with which a model can train, by trials of the real step in separate processes.
 
-    The model stays as it is: the trials work on copies. Classes and functions are defined at the top of a module; where
-    that is the script itself, it keeps its own work under `if __name__ == "__main__":`, since the trials import it.
-    In a process group every rank calls it and gets the same answer; rank 0 starts the trials, with as many ranks as
-    there are on this machine.
+    The model is not changed: the trials work on copies. Classes and functions must be defined at the top level of a
+    module; if that is the script itself, its own work must be under `if __name__ == "__main__":`, because the trials
+    import it. In a process group every rank calls this and gets the same answer; rank 0 starts the trials, with as many
+    ranks as there are on this machine.
 
     Args:
         model: The model.
-        max_batch_size: No larger one is tried.
-        data: What it trains on; the longest samples are tried. One of `data`, `sample` and `input_shape` is needed,
+        max_batch_size: Largest size to try.
+        data: The training data; its longest samples are tried. One of `data`, `sample` and `input_shape` is needed,
             except for a model that begins with a Linear layer.
         val_data: A batch of it is validated in every trial.
-        sample: One sample, as a data set would give it: `(input, target)`, a dict, or an input alone.
-        input_shape: Shape of one input; inputs are random, and the sum of the outputs stands for the loss.
+        sample: One sample, as a data set would return it: `(input, target)`, a dict, or an input alone.
+        input_shape: Shape of one input; inputs are random, and the sum of the outputs is the loss.
         loss_fn: As for `Trainer`.
         collate_fn: Makes a batch of samples; None: torch's own.
         nproc_per_node: Ranks of each trial.
-        deadline_s: For one trial.
-        budget_s: For all of them.
-        limit_bytes: Memory each process may take beside Python and torch (CPU).
-        speed: Measure smaller sizes too; see `BatchSize.fastest`.
-        config: Settings as a whole; keywords win over it.
+        deadline_s: Time limit of one trial.
+        budget_s: Time limit of all trials.
+        limit_bytes: Memory that each process may use in addition to Python and torch (CPU).
+        speed: Also measure smaller sizes; see `BatchSize.fastest`.
+        config: All settings; keywords override it.
         **settings: As for `Trainer`, e.g. `mixed_precision="bf16"`, `optimizer="sgd"`, `strategy="zero3"`.
 
     Returns:
         The size; `.report` holds every trial, `.fastest` the fastest size.
 
     Raises:
-        ConfigError: There is nothing to feed the model with, or something cannot be sent to another process.
+        ConfigError: There is no input for the model, or something cannot be sent to another process.
         TrainingFailedError: A trial failed for another reason than memory, or not even one sample fits.
     """
     if max_batch_size < 1:
@@ -155,7 +155,7 @@ def find_optimal_batch_size(
 
 
 def _for_all_ranks(search: Callable[[int], BatchSize]) -> BatchSize:
-    """Rank 0 searches, all hear the same, be it an error."""
+    """Rank 0 runs the search and broadcasts its result, or its error, to all ranks."""
     process = setup_ddp()
     if process.num_nodes > 1:
         raise ConfigError("find_optimal_batch_size starts its trials on one machine; call it on one, without a group")
@@ -185,7 +185,7 @@ def _answer(report: BatchSizeReport) -> BatchSize:
 
 
 def _free(config: Config) -> Config:
-    """Without batch words: the micro-batch is what is looked for."""
+    """Remove all batch settings, since the micro-batch is what is searched for."""
     config = config.model_copy(deep=True)
     words = {"micro_batch": "auto", "batch_size": None, "accumulation": "auto", "global_batch": None}
     config.training = config.training.model_copy(update=words)
@@ -218,7 +218,7 @@ def _workload(
 
 
 def _check_script() -> None:
-    """Refuse a script that the trials cannot import: its classes are needed, and the call would be made again."""
+    """Raise if the trials cannot import the script: they need its classes, and must not repeat the call."""
     script = sys.modules["__main__"]
     file = getattr(script, "__file__", None)
     if file is None or not Path(file).is_file():
@@ -247,7 +247,7 @@ def _check_script() -> None:
 
 
 def _save(workload: Workload, file: Path) -> None:
-    """Write the workload for other processes, its model on the CPU."""
+    """Save the workload for other processes, with its model on the CPU."""
     on_cpu = all(item.device.type == "cpu" for item in workload.model.state_dict().values())
     model = workload.model if on_cpu else copy.deepcopy(workload.model).cpu()
     sent = Workload(model, workload.train_data, workload.val_data, workload.loss_fn, workload.collate_fn)

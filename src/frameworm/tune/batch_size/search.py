@@ -1,7 +1,7 @@
 """The batch-size finder: the largest micro-batch that fits and the fastest, by trials of the real step.
 
-Every trial is a family of processes with a deadline (`tune.processes`), so a size that runs out of memory, dies or
-hangs costs that trial and nothing else. The planner's guess comes first, so that few trials are needed.
+Every trial is a group of processes with a deadline (`tune.processes`), so a size that runs out of memory, crashes or
+hangs costs only that trial. It starts from the planner's guess, so that few trials are needed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from frameworm.scaling.batch_search import (
     Purpose,
     divisors,
 )
-from frameworm.tune.processes.batch_trial import Machine, TrialJob
+from frameworm.tune.processes.batch_trial import RankJob, TrialMemory
 from frameworm.tune.processes.process_tree import RankEnd, Verdict, free_port, run_family
 
 DEADLINE_S = 120.0
 BUDGET_S = 600.0
 PREPARE_S = 1800.0  # the data of a config is tokenised once, before the trials
-UPPER_END = 512  # where nothing limits the memory
+UPPER_END = 512  # if nothing limits the memory
 STEPS, VERIFY_STEPS = 6, 12
 _UNLIMITED = 2**20
-_MOST_TRIALS = 20  # a planner wrong by less than a third leads to 8 at most
-_SPEED_SIZES = (2, 4, 8)  # parts of the largest whose speed is looked at
-_OF_FREE = 0.8  # of a machine's free memory, where no limit protects the others on it
-_ALLOCATED = 0.97  # of the room: the rest is lost between blocks
+_MOST_TRIALS = 20  # a planner that is off by less than a third needs 8 at most
+_SPEED_SIZES = (2, 4, 8)  # divisors of the largest size whose speed is measured
+_OF_FREE = 0.8  # of a machine's free memory, if no limit protects its other processes
+_ALLOCATED = 0.97  # of the available memory: the rest is lost to fragmentation
 
 Tell = Callable[[str], None]
 
@@ -45,16 +45,16 @@ class BatchSizeFinder:
     """Finds the largest and the fastest micro-batch of a config.
 
     Args:
-        config: As loaded; its batch words say what is kept.
+        config: As loaded; its batch settings say what is kept.
         world_size: Ranks of each trial, all on this machine.
-        most: No larger micro-batch; None: as memory, data and global batch allow, 512 where nothing limits the memory.
+        most: Largest micro-batch to try; None: as memory, data and global batch allow, 512 if memory is not limited.
         free_global_batch: Let the global batch grow with the micro-batch instead of keeping it by accumulation.
-        deadline_s: For one trial.
-        budget_s: For everything but the preparation of the data; then it ends with what it knows.
-        limit_bytes: Memory each process may take beside what it has mapped at its start (CPU).
-        payload: A file with the workload, where it is not the config's own.
-        speed: Measure smaller sizes too, to name the fastest.
-        tell: Is told what goes on.
+        deadline_s: Time limit of one trial.
+        budget_s: Time limit of everything except preparing the data; then the search ends with what it knows.
+        limit_bytes: Memory that each process may use in addition to what it has mapped at its start (CPU).
+        payload: A file with the workload, if it is not the config's own.
+        speed: Also measure smaller sizes, to find the fastest.
+        tell: Called with progress messages.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class BatchSizeFinder:
         self._speed = speed
         self._tell: Tell = tell or (lambda _text: None)
         self._least_bytes: int | None = None
-        self._machine: Machine | None = None
+        self._machine: TrialMemory | None = None
         self._killed: set[int] = set()
         self._hung: set[int] = set()
         share = None if free_global_batch else resolved.training.global_batch // world_size
-        self._job = TrialJob(config, "", share=share, steps=STEPS, world_size=world_size)
+        self._job = RankJob(config, "", share=share, steps=STEPS, world_size=world_size)
         self._job = replace(self._job, payload=payload, limit_bytes=limit_bytes)
         self.report = BatchSizeReport(
             name=config.name,
@@ -98,7 +98,7 @@ class BatchSizeFinder:
         """Search, verify, compare speeds.
 
         Raises:
-            TrainingFailedError: A trial failed for another reason than memory; the message is the trial's.
+            TrainingFailedError: A trial failed for another reason than memory, with the trial's message.
         """
         began = monotonic()
         with tempfile.TemporaryDirectory(prefix="frameworm-batch-size-") as folder:
@@ -118,13 +118,13 @@ class BatchSizeFinder:
         self._add_notes()
         return report
 
-    def _look(self) -> Machine:
-        """Prepare the data in a process of its own and hear what there is to fill."""
+    def _look(self) -> TrialMemory:
+        """Prepare the data in a separate process, and find out how much memory there is."""
         self._tell("looking at the data and the machine")
         ends, verdict = run_family(self._job, PREPARE_S, ranks=1)
         if verdict.outcome != "fits":
             raise TrainingFailedError(f"the trials cannot begin ({verdict.outcome}): {verdict.message}")
-        machine = Machine(**ends[0].result["machine"])
+        machine = TrialMemory(**ends[0].result["machine"])
         room = machine.room_bytes
         if room is not None and machine.shared:
             machine = replace(machine, room_bytes=room // self.report.world_size)
@@ -132,8 +132,8 @@ class BatchSizeFinder:
         self.report.limit_bytes, self.report.limit_name = machine.room_bytes, machine.limit_name
         return machine
 
-    def _candidates(self, machine: Machine) -> Sequence[int]:
-        """The sizes that may be tried; sets the guess."""
+    def _candidates(self, machine: TrialMemory) -> Sequence[int]:
+        """The sizes that may be tried; also sets the guess."""
         report = self.report
         limited = machine.room_bytes is not None
         most = self._most or (_UNLIMITED if limited else UPPER_END)
@@ -154,9 +154,9 @@ class BatchSizeFinder:
         return range(1, most + 1) if self._job.share is None else divisors(self._job.share, most)
 
     def _plan(self, room_bytes: int) -> int | None:
-        """The planner's word on the largest; None where it has none.
+        """The planner's estimate of the largest size; None if it has none.
 
-        In a process of its own, for a model of the user's own may do anything when it is run dry.
+        Runs in a separate process, because a dry run executes the user's own model code.
         """
         if self._job.payload is not None:
             return None
@@ -169,7 +169,7 @@ class BatchSizeFinder:
         return max(int(ends[0].result["plan"]["largest"]), 1)
 
     def _find(self, search: BatchSearch, last: int, began: float) -> None:
-        """Trials until the largest is known and verified, or time is up."""
+        """Run trials until the largest size is known and verified, or time is up."""
         report, most_trials = self.report, _MOST_TRIALS
         while self._time_left(began):
             size = search.next()
@@ -183,20 +183,20 @@ class BatchSizeFinder:
                     return
                 most_trials += 2
                 continue
-            # Nothing lies above the upper end: the trial that verifies it is the only one needed.
+            # Nothing is above the upper end, so a single trial can verify it at once.
             trial = self._try(size, "verify" if size == last else "search")
             if trial.outcome == "error" and search.largest is None:
                 raise TrainingFailedError(
                     f"a trial of micro-batch {size} failed, and not for want of memory: {trial.message}"
                 )
             if trial.outcome == "killed" and size not in self._killed:
-                self._killed.add(size)  # may have been an accident: the same size again
+                self._killed.add(size)  # may have been an accident: try the same size again
                 continue
             search.tell(size, trial.fits, self._predict(trial))
             self._forgive(search, trial)
 
     def _forgive(self, search: BatchSearch, trial: BatchTrial) -> None:
-        """Let a size that hung be tried once more, if by the time of one that fits it should have been done."""
+        """Allow a size that hung another trial if, judging by one that fits, it should have been done in time."""
         if trial.outcome == "hang":
             if trial.micro_batch in self._hung:
                 return
@@ -222,7 +222,7 @@ class BatchSizeFinder:
         self.report.trials.append(trial)
         return trial
 
-    def _run(self, job: TrialJob) -> tuple[list[RankEnd], Verdict]:
+    def _run(self, job: RankJob) -> tuple[list[RankEnd], Verdict]:
         for file in Path(job.folder).glob("rank-*"):
             file.unlink()
         return run_family(replace(job, port=free_port()), self._deadline_s)
@@ -230,7 +230,7 @@ class BatchSizeFinder:
     def _trial(
         self, ends: Sequence[RankEnd], verdict: Verdict, size: int, purpose: Purpose, took_s: float
     ) -> BatchTrial:
-        """All ranks' figures of one size as one: the slowest and the fullest count."""
+        """Combine all ranks' results for one size: the slowest time and the highest memory count."""
         figures = [item for end in ends for item in end.result.get("done", ()) if item["micro_batch"] == size]
         if len(figures) < len(ends):
             return BatchTrial(size, purpose, verdict.outcome, took_s=took_s, message=verdict.message, rank=verdict.rank)
@@ -243,7 +243,7 @@ class BatchSizeFinder:
         return BatchTrial(size, purpose, "fits", rate, step_s, peak or None, figures[0]["steps"], took_s)
 
     def _predict(self, trial: BatchTrial) -> float | None:
-        """The largest by the memory of a trial that fitted: what came on top of one sample's grows with the size."""
+        """Extrapolate the largest size from the memory of a trial that fitted, which grows linearly with the size."""
         machine, least = self._machine, self._least_bytes
         if not trial.fits or trial.peak_bytes is None or least is None or trial.peak_bytes <= least:
             return None
@@ -253,7 +253,7 @@ class BatchSizeFinder:
         return 1 + (trial.micro_batch - 1) * growth
 
     def _compare_speeds(self, candidates: Sequence[int], largest: int) -> None:
-        """Smaller sizes, all in one family, since they fit."""
+        """Measure smaller sizes, all in one group of processes, since they fit."""
         tried = {trial.micro_batch for trial in self.report.trials if trial.fits}
         wanted: list[int] = []
         for part in _SPEED_SIZES:
@@ -269,7 +269,7 @@ class BatchSizeFinder:
             trial = self._trial(ends, verdict, size, "speed", (monotonic() - began) / len(wanted))
             self.report.trials.append(trial)
             if not trial.fits:
-                break  # those after it were not begun
+                break  # later ones were not started
 
     def _time_left(self, began: float) -> bool:
         return monotonic() - began < self._budget_s

@@ -1,4 +1,4 @@
-"""The settings a search may change: each one object with its values, conditions and effect on the numbers.
+"""The settings a search may change: each is an object with its values, conditions and effect on numerics.
 
 In: the context of a search (`context`). Out: candidates. `data`, `device` and `ranks` declare frameworm's own knobs
 and `registry` lists them with those of plugins. `Knob` and `register_knob` are for plugins and scripts.

@@ -1,4 +1,4 @@
-"""What a knob is: a setting the tuner may change, as one declared object, and the candidates it gives."""
+"""Knobs: settings the tuner may change, declared as objects, and the candidates they produce."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from frameworm.guard.proof import Mathematics
+from frameworm.guard.proof import NumericsEffect
 from frameworm.tune.knobs.context import Changes, Context, setting_of
 
-# What a knob may shorten beside phases; trials tell its share of the arithmetic, not of the time.
+# Besides phases, what a knob may shorten; trials tell its fraction of the arithmetic, not of the time.
 ATTENTION = "attention"
-# True, or why it does not apply.
+# True, or why the knob does not apply.
 Applies = Callable[[Context], "bool | str"]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One value of a knob, as the changes to the config that bring it about.
+    """One value of a knob, as changes to the config.
 
     Attributes:
         knob: Name of the knob.
         changes: Dotted keys and their new values.
-        mathematics: What this value can change in the numbers.
+        numerics_effect: How this value can change numerics.
         reference: Changes to the baseline under which both sides take the same samples in each step, for the proof.
-        position: Place on the knob's scale, for knobs with `ordered`.
-        setup_s: Its usual start-up cost where that is not the knob's.
+        position: Position on the knob's scale, for knobs with `ordered`.
+        setup_s: Its usual start-up cost, if that differs from the knob's.
     """
 
     knob: str
     changes: Changes
-    mathematics: Mathematics
+    numerics_effect: NumericsEffect
     reference: Changes = field(default_factory=dict)
     position: float = 0.0
     setup_s: float | None = None
@@ -42,9 +42,9 @@ class Candidate:
 
 
 def together(first: Candidate, second: Candidate) -> Candidate:
-    """Both changes as one; where they meet the second wins."""
+    """Both changes as one candidate; the second wins on conflicts."""
     order = ("nothing", "rounding", "more")
-    coarser = max(first.mathematics, second.mathematics, key=order.index)
+    coarser = max(first.numerics_effect, second.numerics_effect, key=order.index)
     changes = {**first.changes, **second.changes}
     return Candidate(f"{first.knob}+{second.knob}", changes, coarser, {**first.reference, **second.reference})
 
@@ -55,23 +55,22 @@ class Knob:
 
     Attributes:
         name: Unique among knobs.
-        keys: The config's keys that it sets; the first is the one that findings name.
+        keys: The config keys that it sets; the first is the one that findings name.
         description: What it does, in one sentence.
-        values: The candidate values here, given the context: values of the first key, or changes of several.
-        applies: Whether it means anything here: True, or why not.
-        mathematics: What it can change in the numbers; a function of the value where values differ.
-        suggested_by: Codes of the findings that it is a remedy for; a function of the context where that decides.
-        expected_gain: Speedup less one that it brings where it applies and no finding says more; decides the order.
-            Zero: tried only where a finding suggests it, or with a partner.
-        shortens: Phases of a step, or `attention`, that it can make shorter, and so the most that it can gain; empty:
-            nobody knows.
-        setup_s: Usual start-up cost, such as compiling; a run that is shorter is not given it.
-        value_setup_s: The start-up cost of a value, where values differ; None: the knob's.
-        ordered: Values lie on a scale, so that beyond a value that is clearly worse none is tried.
-        partners: Knobs that it works together with: tried as one change when it fails alone, and tried again after one
-            of them was accepted.
+        values: The candidate values for a context: values of the first key, or changes of several.
+        applies: Whether it applies here: True, or why not.
+        numerics_effect: How it can change numerics; a function of the value if values differ.
+        suggested_by: Codes of the findings that it is a remedy for; a function of the context if that decides.
+        expected_gain: Expected speedup minus one if it applies and no finding says more; decides the order. Zero: it is
+            tried only if a finding suggests it, or with a partner.
+        shortens: Phases of a step, or `attention`, that it can shorten, which bounds its gain; empty: unknown.
+        setup_s: Usual start-up cost, such as compiling; it is not tried for runs shorter than that.
+        value_setup_s: The start-up cost of a value, if values differ; None: the knob's.
+        ordered: Whether values are on a scale, so that none beyond a clearly worse value is tried.
+        partners: Knobs that it works together with: tried as one change if it fails alone, and tried again after one of
+            them was accepted.
         reference: See `Candidate`.
-        present: The present value where the config leaves it open; None where nobody knows.
+        present: The current value if the config leaves it open; None if unknown.
     """
 
     name: str
@@ -79,7 +78,7 @@ class Knob:
     description: str
     values: Callable[[Context], Iterable[Any]]
     applies: Applies = lambda context: True
-    mathematics: Mathematics | Callable[[Any], Mathematics] = "nothing"
+    numerics_effect: NumericsEffect | Callable[[Any], NumericsEffect] = "nothing"
     suggested_by: tuple[str, ...] | Callable[[Context], tuple[str, ...]] = ()
     expected_gain: float | Callable[[Context], float] = 0.02
     shortens: tuple[str, ...] = ()
@@ -91,36 +90,36 @@ class Knob:
     present: Callable[[Context], float | None] | None = None
 
     def why_not(self, context: Context) -> str | None:
-        """Why the knob means nothing here; None: it may be turned."""
+        """Why the knob does not apply here; None if it does."""
         told = self.applies(context)
         if told is True:
             return None
         return told if isinstance(told, str) else "does not apply here"
 
     def candidates(self, context: Context) -> list[Candidate]:
-        """The values worth a trial, less the present one; which of them the config refuses is not looked at."""
+        """The values worth a trial, without the current one; includes values that the config may reject."""
         found = []
         for value in self.values(context):
             changes = dict(value) if isinstance(value, dict) else {self.keys[0]: value}
             if all(setting_of(context.config, key) == new for key, new in changes.items()):
                 continue
-            mathematics = self.mathematics(value) if callable(self.mathematics) else self.mathematics
+            numerics_effect = self.numerics_effect(value) if callable(self.numerics_effect) else self.numerics_effect
             main = changes.get(self.keys[0])
             position = float(main) if self.ordered and isinstance(main, (int, float)) else 0.0
             setup_s = self.value_setup_s(value)
-            found.append(Candidate(self.name, changes, mathematics, self.reference, position, setup_s))
+            found.append(Candidate(self.name, changes, numerics_effect, self.reference, position, setup_s))
         return found
 
     def gain(self, context: Context) -> float:
-        """The gain to expect without a finding."""
+        """The expected gain without a finding."""
         return self.expected_gain(context) if callable(self.expected_gain) else self.expected_gain
 
     def codes(self, context: Context) -> tuple[str, ...]:
-        """The findings that it is a remedy for here."""
+        """The codes of findings that it is a remedy for here."""
         return self.suggested_by(context) if callable(self.suggested_by) else self.suggested_by
 
     def position_of(self, context: Context) -> float | None:
-        """Where the present value lies on the knob's scale."""
+        """The position of the current value on the knob's scale."""
         if self.present is not None:
             return self.present(context)
         value = setting_of(context.resolved, self.keys[0])
@@ -131,7 +130,7 @@ _registered: dict[str, Knob] = {}
 
 
 def register_knob(knob: Knob) -> None:
-    """Let the tuner turn one more knob in this process; one of the same name is replaced.
+    """Add a knob to the tuner in this process; it replaces one of the same name.
 
     Args:
         knob: The knob.
@@ -140,7 +139,7 @@ def register_knob(knob: Knob) -> None:
 
 
 def registered_knobs() -> dict[str, Knob]:
-    """The knobs that `register_knob` was given, by name."""
+    """The knobs passed to `register_knob`, by name."""
     return dict(_registered)
 
 

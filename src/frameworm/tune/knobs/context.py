@@ -1,4 +1,4 @@
-"""What knobs are asked about: the config as it stands, the machine, and what the workload can do. No torch here."""
+"""The context of a knob: the current config, the machine, and what the workload can do. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from frameworm.config.resolve import resolve
 from frameworm.config.schema import Config
 from frameworm.errors import ConfigError, DeviceError
 
-# Says why a config cannot fit in memory; None: it does, or nobody knows.
+# Says why a config cannot fit in memory; None if it can, or if that is unknown.
 Planner = Callable[[Config], str | None]
 Changes = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class MachineFacts:
-    """What the machine has, for one node."""
+class TrialMachine:
+    """Facts about the machine, for one node."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    bf16: bool = False  # by hardware: torch emulates it elsewhere, and on CPUs many times slower than fp32
+    bf16: bool = False  # in hardware; elsewhere torch emulates it, on CPUs many times slower than fp32
     capability: float | None = None  # compute capability of the GPU, such as 9.0
     gpus: int = 0
     cpus_usable: int = 1
@@ -31,39 +31,43 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadFacts:
-    """What the workload can do; None: not known."""
+    """Facts about the workload; None: unknown."""
 
     accepts_packed: bool = False
-    many_widths: bool = False  # padded batches are as wide as their longest sample, and that differs
-    many_shapes: bool = False  # hardly two batches have the same
+    many_widths: bool = False  # padded batches are as wide as their longest sample, and widths vary
+    many_shapes: bool = False  # almost every batch has a different shape
     masks_padding: bool = False  # batches have an attention_mask
-    assembles_batches: bool = False  # no Python per sample, so loader processes do not pay
-    resident_bytes: int | None = None  # of the training set on a device
-    why_not_resident: str | None = "the samples are not known to be tensors of one shape"  # unless packed; None: may be
+    assembles_batches: bool = False  # no Python per sample, so worker processes do not pay off
+    resident_bytes: int | None = None  # size of the training set on a device
+    why_not_resident: str | None = "the samples are not known to be tensors of one shape"  # unless packed; None: can be
     samples_per_epoch: int | None = None
     has_convolutions: bool = False
-    has_gelu: bool = False  # as layers, not as calls of the function
-    has_wide_head: bool = False  # a linear layer that may score words
+    has_gelu: bool = False  # as modules, not as function calls
+    has_wide_head: bool = False  # a linear layer that may be a vocabulary head
     can_checkpoint: bool = True
     repeats_blocks: bool = False
     parameter_bytes: int | None = None
     has_validation: bool = False
     validation_samples: int | None = None
-    padding_share: float | None = None  # of a batch's tokens, where the model may be able to leave them out
-    automatic_workers: int | None = None  # loader processes where the config leaves them open
+    padding_share: float | None = None  # fraction of a batch's tokens, if the model may be able to skip them
+    automatic_workers: int | None = None  # worker processes if the config leaves them open
 
 
 @dataclass(frozen=True)
 class Context:
-    """The config as it stands and everything that decides what may be done to it.
+    """The current config and everything that decides how it may be changed.
 
     Attributes:
         config: As the user wrote it, with the changes accepted so far.
-        resolved: The same with every `auto` decided.
+        machine: Facts about the machine.
+        workload: Facts about the workload.
+        world_size: Number of processes.
+        planner: Says which configs cannot fit in memory.
+        resolved: The config with every `auto` decided.
     """
 
     config: Config
-    machine: MachineFacts = field(default_factory=MachineFacts)
+    machine: TrialMachine = field(default_factory=TrialMachine)
     workload: WorkloadFacts = field(default_factory=WorkloadFacts)
     world_size: int = 1
     planner: Planner | None = None
@@ -74,16 +78,16 @@ class Context:
     resolved: Config = field(init=False, repr=False, compare=False)
 
     def resolve(self, config: Config) -> Config:
-        """A config as it would run here.
+        """A config with every `auto` decided as it would be here.
 
         Raises:
-            ConfigError: It cannot.
-            DeviceError: It asks for a GPU that is not there.
+            ConfigError: It cannot run here.
+            DeviceError: It requires a GPU that does not exist.
         """
         return resolve(config, world_size=self.world_size, device=self.machine.device, bf16=self.machine.bf16)
 
     def having(self, config: Config) -> Context:
-        """The same machine and workload under another config."""
+        """The same machine and workload with another config."""
         return replace(self, config=config)
 
     @property
@@ -105,7 +109,7 @@ class Context:
 
     @property
     def run_samples(self) -> int | None:
-        """Samples of the whole run; None: not known."""
+        """Samples of the whole run; None: unknown."""
         training = self.config.training
         by_epochs = None
         if self.workload.samples_per_epoch is not None:
@@ -115,7 +119,7 @@ class Context:
         return min(known, default=None)
 
     def why_not(self, changes: Changes) -> str | None:
-        """Why a config with these changes is not worth a trial; None: it may be tried."""
+        """Why a config with these changes is not worth a trial; None if it may be tried."""
         try:
             changed = apply_changes(self.config, changes)
             resolved = self.resolve(changed)
@@ -129,7 +133,7 @@ class Context:
 
 
 def setting_of(config: Config, key: str) -> Any:
-    """A value by its dotted name; None where there is no such key."""
+    """A value by its dotted name; None if there is no such key."""
     section, _, name = key.partition(".")
     inner = getattr(config, section, None)
     return getattr(inner, name, None) if name else inner
@@ -139,7 +143,7 @@ def apply_changes(config: Config, changes: Changes) -> Config:
     """A copy of a config with values changed by their dotted names.
 
     Raises:
-        ConfigError: A key does not exist, a value does not fit, or the result is refused.
+        ConfigError: A key does not exist, a value is invalid, or the resulting config is rejected.
     """
     values = config.model_dump()
     for key, value in changes.items():

@@ -1,18 +1,19 @@
-"""Knobs of the input and of the host's processors."""
+"""Knobs of data loading and the host's processors."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from frameworm.data.batches.resident import fits_memory
-from frameworm.guard.proof import Mathematics
+from frameworm.guard.proof import NumericsEffect
 from frameworm.tune.knobs.base import Knob
 from frameworm.tune.knobs.context import Context
 
 _RESIDENT_SHARE = 0.25
-# A data set of this share of what training keeps anyway: weights, gradients and two moments.
+# A data set up to this fraction of what training keeps anyway (weights, gradients and two moments) costs almost
+# nothing.
 _HARDLY_ANY, _TRAINED = 0.1, 4
-# Where a step waits for its batch.
+# Phases in which a step waits for its batch.
 _INPUT = ("data_wait", "transfer")
 _ON_THE_DEVICE = "batches are put together on the device"
 
@@ -22,7 +23,7 @@ def _batchings(context: Context) -> list[str]:
     found = []
     if context.workload.accepts_packed and present != "packed":
         found.append("packed")
-    # Packed batches have no padding to save, but on a CPU their attention may cost more than the padding did.
+    # Packed batches save no padding, but on a CPU their attention may cost more than the padding did.
     if context.workload.many_widths and (present == "padded" or (present == "packed" and not context.on_gpu)):
         found.append("bucketed")
     return found
@@ -30,12 +31,12 @@ def _batchings(context: Context) -> list[str]:
 
 def _batching_applies(context: Context) -> bool | str:
     if not (context.workload.accepts_packed or context.workload.many_widths):
-        return "there is no padding: the samples are of one length, or do not say"
+        return "there is no padding: the samples have one length, or do not declare it"
     return context.config.data.shuffle or "data.shuffle is off, and steps would take other samples"
 
 
-def _batching_mathematics(value: Any) -> Mathematics:
-    # Bucketed steps take other samples than those of any other batching, so there is none to compare them with.
+def _batching_effect(value: Any) -> NumericsEffect:
+    # Bucketed steps take other samples than any other batching, so there is nothing to compare them with.
     return "rounding" if value == "packed" else "more"
 
 
@@ -75,7 +76,7 @@ def _present_workers(context: Context) -> float | None:
 
 
 def _resident_gain(context: Context) -> float:
-    """Steps that become much shorter will wait for batches; a set that takes next to no memory may as well be there."""
+    """Much shorter steps will wait for batches, and a set that takes hardly any memory may as well be resident."""
     size, parameters = context.workload.resident_bytes, context.workload.parameter_bytes
     if not context.on_gpu or size is None or parameters is None:
         return 0.05
@@ -131,7 +132,7 @@ def _threads_gain(context: Context) -> float:
 
 
 def _threads_codes(context: Context) -> tuple[str, ...]:
-    # A host that launches kernels one by one does that with one thread.
+    # A host that launches kernels one by one uses a single thread for that.
     return ("cpu_oversubscribed",) if context.on_gpu else ("cpu_oversubscribed", "compute_bound", "host_bound")
 
 
@@ -158,7 +159,7 @@ DATA_KNOBS: tuple[Knob, ...] = (
         "Compute less padding: texts end to end, or passes of like length.",
         _batchings,
         _batching_applies,
-        _batching_mathematics,
+        _batching_effect,
         ("padding_waste", "compute_bound", "recompilation"),
         expected_gain=0.4,
         partners=("capture", "compile"),
@@ -228,7 +229,7 @@ DATA_KNOBS: tuple[Knob, ...] = (
         ("training.cpu_threads",),
         "Threads that torch computes with on the host.",
         _threads,
-        mathematics="rounding",
+        numerics_effect="rounding",
         suggested_by=_threads_codes,
         expected_gain=_threads_gain,
         ordered=True,
@@ -246,7 +247,7 @@ DATA_KNOBS: tuple[Knob, ...] = (
     Knob(
         "gelu",
         ("training.cpu_gelu",),
-        "Keep GELU's slope from forward for backward, instead of computing its tangent or error function anew.",
+        "Keep GELU's slope from forward for backward, instead of recomputing its tangent or error function.",
         lambda context: ["keep_slope"],
         _gelu_applies,
         "rounding",

@@ -1,4 +1,4 @@
-"""Knobs of the device: numbers, kernels, graphs."""
+"""Knobs of the device: precision, kernels, graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from frameworm.models.gpt import FUSED_FROM
 from frameworm.tune.knobs.base import ATTENTION, Knob
 from frameworm.tune.knobs.context import Context
 
-# However many blocks there are, one is compiled (benchmarks/compile_scope.py, on a GPU).
+# Only one block is compiled, however many there are (benchmarks/compile_scope.py, on a GPU).
 _COMPILE_S, _BLOCK_SETUP_S = 15.0, 10.0
 _LITTLE_PADDING = 0.05
 
@@ -43,7 +43,7 @@ def _precisions(context: Context) -> list[str]:
 def _precision_applies(context: Context) -> bool | str:
     gpu = context.resolved.gpu
     if gpu.mixed_precision != "off":
-        # Every cast is a launch of its own, so where launches are the limit fp32 may be faster.
+        # Every cast is a separate launch, so if launches are the limit fp32 may be faster.
         casts = context.on_gpu and gpu.capture == "off" and context.config.gpu.mixed_precision == "auto"
         return casts or f"already {gpu.mixed_precision}"
     if not context.on_gpu and not context.machine.bf16:
@@ -68,7 +68,7 @@ def _compile_values(context: Context) -> list[dict[str, Any]]:
 
 
 def _of_few_shapes(context: Context) -> bool:
-    """Whether something sees to it that batches come in few shapes."""
+    """Whether some setting ensures that batches come in few shapes."""
     data = context.resolved.data
     return data.batching != "padded" or data.pad_to != "longest" or context.resolved.gpu.padding_free
 
@@ -90,7 +90,7 @@ def _compile_applies(context: Context) -> bool | str:
 def _compile_modes(context: Context) -> list[str]:
     if context.resolved.gpu.compile_mode != "default":
         return []
-    # Where the step as a whole is not captured, the parts that are compiled may be.
+    # If the step as a whole is not captured, its compiled parts may be.
     if context.resolved.gpu.capture == "off" and not (_of_many_widths(context) or _of_many_shapes(context)):
         return ["reduce-overhead", "max-autotune"]
     return ["max-autotune"]
@@ -103,7 +103,7 @@ def _compiled(context: Context) -> bool | str:
 
 
 def _combine_codes(context: Context) -> tuple[str, ...]:
-    # A captured step that only computes may be one of many small kernels.
+    # A captured step that only computes may consist of many small kernels.
     captured = context.resolved.gpu.capture != "off"
     return ("host_bound", "small_batch", "compute_bound") if captured else ("host_bound", "small_batch")
 
@@ -112,22 +112,25 @@ def _capture_applies(context: Context) -> bool | str:
     told = _gpu_free(context)
     if told is not True:
         return told
-    if context.world_size > 1:
-        return "a graph does not hold what travels between processes"
     if context.resolved.gpu.compile_model and _of_many_widths(context):
         return "each width of a batch would be compiled and captured"
     if _of_many_shapes(context):
         return "hardly two batches have the same shape, and a graph is for one"
-    return context.resolved.parallel.strategy == "single" or f"not with strategy {context.resolved.parallel.strategy}"
+    parallel = context.resolved.parallel
+    if parallel.strategy == "dp":
+        return "not with strategy dp"
+    if parallel.find_unused_parameters or parallel.offload_optimizer:
+        return "DDP or the update asks the GPU in every step (find_unused_parameters, offload_optimizer)"
+    return parallel.backend != "gloo" or "gloo works on the host"
 
 
 def _flash_values(context: Context) -> list[Any]:
     capability, model = context.machine.capability, context.resolved.model
     found: list[Any] = ["cudnn"] if capability is None or capability >= 9 else []
     if isinstance(model, GPTModelConfig) and fits_causal_kernels(model.d_model // model.n_heads, model.max_seq_len):
-        found = []  # it has kernels of its own
+        found = []  # this model has its own kernels
     if context.config.data.batching == "packed":
-        found = []  # cuDNN's know no texts that lie end to end
+        found = []  # cuDNN does not support packed sequences
     return [*found, "auto"] if context.resolved.gpu.use_flash_attention is False else found
 
 
@@ -141,13 +144,13 @@ def _padding_applies(context: Context) -> bool | str:
 
 
 def _padding_gain(context: Context) -> float:
-    """What is left out is not computed; embeddings and the head stay padded."""
+    """Skipped padding is not computed, except in embeddings and the head."""
     share = context.workload.padding_share or 0.0
     return 0.8 * share / max(1 - share, 0.1)
 
 
 def _channels_last(context: Context) -> bool:
-    """Whether images lie with their channels last as things stand; see `engine.model.precision`."""
+    """Whether images currently have their channels last; see `engine.model.precision`."""
     gpu = context.resolved.gpu
     if gpu.channels_last != "auto":
         return bool(gpu.channels_last)
@@ -163,7 +166,7 @@ def _channels_applies(context: Context) -> bool | str:
 
 
 def _channels_gain(context: Context) -> float:
-    # The compiler's own choice is mostly as good.
+    # The compiler's own layout is mostly as good.
     return 0.05 if _channels_last(context) or context.resolved.gpu.compile_model else 0.15
 
 
@@ -172,7 +175,7 @@ def _is_gpt(context: Context) -> bool | str:
 
 
 def _fuses_loss(context: Context) -> bool:
-    """Whether the loss is computed in parts as things stand."""
+    """Whether the loss is currently computed in parts."""
     model = context.config.model
     if not isinstance(model, GPTModelConfig):
         return context.config.training.fused_loss
@@ -202,7 +205,7 @@ def _fused_loss_gain(context: Context) -> float:
 def _residual_applies(context: Context) -> bool | str:
     if not isinstance(context.config.model, (GPTModelConfig, TextClassifierModelConfig)):
         return "only the built-in models have it"
-    return context.resolved.gpu.mixed_precision != "off" or "there is no half precision to keep the stream in"
+    return context.resolved.gpu.mixed_precision != "off" or "there is no half precision to keep the residual stream in"
 
 
 DEVICE_KNOBS: tuple[Knob, ...] = (
@@ -250,7 +253,7 @@ DEVICE_KNOBS: tuple[Knob, ...] = (
         "rounding",
         lambda context: ("host_bound",) if "reduce-overhead" in _compile_modes(context) else (),
         expected_gain=0.02,
-        setup_s=120.0,  # small text classifiers were not done after 97 s on an H200 with slow processors
+        setup_s=120.0,  # small text classifiers took more than 97 s on an H200 with slow processors
         value_setup_s=lambda value: _COMPILE_S if value == "reduce-overhead" else None,
     ),
     Knob(
@@ -280,7 +283,7 @@ DEVICE_KNOBS: tuple[Knob, ...] = (
         ("gpu.fused_optimizer",),
         "One kernel for the whole update.",
         lambda context: [True] if context.resolved.gpu.fused_optimizer is False else [],
-        mathematics="rounding",
+        numerics_effect="rounding",
         suggested_by=("host_bound", "compute_bound"),
         expected_gain=0.05,
     ),
@@ -292,7 +295,7 @@ DEVICE_KNOBS: tuple[Knob, ...] = (
         _gpu_free,
         "rounding",
         lambda context: () if context.workload.has_convolutions else ("compute_bound", "memory_pressure"),
-        # Hardly a model has both.
+        # Hardly any model has both attention and convolutions.
         expected_gain=lambda context: 0.0 if context.workload.has_convolutions else 0.03,
         shortens=(ATTENTION,),
         partners=("batching",),
@@ -342,12 +345,12 @@ DEVICE_KNOBS: tuple[Knob, ...] = (
     Knob(
         "residual",
         ("model.residual",),
-        "Keep the stream between the layers in half precision.",
+        "Keep the residual stream in half precision.",
         lambda context: ["half"],
         _residual_applies,
         "rounding",
         lambda context: ("compute_bound", "memory_pressure") if _is_gpt(context) is True else ("memory_pressure",),
-        # Classifiers of the sizes that are shipped were not faster with it.
+        # The shipped sizes of classifiers were not faster with it.
         expected_gain=lambda context: 0.05 if _is_gpt(context) is True else 0.01,
     ),
 )

@@ -1,11 +1,11 @@
-"""Knobs of memory and of many devices."""
+"""Knobs of memory and of multi-device training."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from frameworm.config.checks import NO_BUCKETS
-from frameworm.guard.proof import Mathematics
+from frameworm.guard.proof import NumericsEffect
 from frameworm.tune.knobs.base import Knob
 from frameworm.tune.knobs.context import Context
 
@@ -14,12 +14,12 @@ _ROUNDING_CODECS = ("bf16", "fp16")
 
 
 def _micro_batches(context: Context) -> list[dict[str, Any]]:
-    """The present micro-batch halved and doubled, twice, at the same global batch."""
+    """The current micro-batch halved, and multiplied by powers of two, at the same global batch."""
     share = context.global_batch // context.world_size
     present = context.micro_batch
     sizes = {present * 2, present * 4, present * 8, present // 2, share}
     fitting = sorted(size for size in sizes if 0 < size <= share and share % size == 0 and size != present)
-    # The other words of the batch are pinned, or another micro-batch might change the global one.
+    # The other batch settings are pinned, or another micro-batch might change the global one.
     return [
         {
             "training.micro_batch": size,
@@ -37,14 +37,14 @@ def _may_be_larger(context: Context) -> bool:
 
 def _micro_batch_codes(context: Context) -> tuple[str, ...]:
     if not _may_be_larger(context):
-        return ("memory_pressure",)  # more passes are more launches
+        return ("memory_pressure",)  # smaller passes mean more launches
     codes = ("small_batch", "memory_underused", "host_bound", "memory_pressure")
     return (*codes, "compute_bound") if context.on_gpu else codes
 
 
 def _micro_batch_gain(context: Context) -> float:
     if not context.on_gpu:
-        return 0.05  # caches may be glad of less
+        return 0.05  # smaller passes may fit into caches
     return 0.1 if _may_be_larger(context) else 0.0
 
 
@@ -79,7 +79,7 @@ def _codecs(context: Context) -> list[str]:
     return ["bf16", "int8", "powersgd"] if context.machine.bf16 else ["fp16", "int8", "powersgd"]
 
 
-def _codec_mathematics(value: Any) -> Mathematics:
+def _codec_effect(value: Any) -> NumericsEffect:
     return "rounding" if value in _ROUNDING_CODECS else "more"
 
 
@@ -104,7 +104,7 @@ RANK_KNOBS: tuple[Knob, ...] = (
         _checkpointing_applies,
         "rounding",
         ("memory_pressure",),
-        # To recompute costs time; to stop recomputing saves it.
+        # Recomputing costs time; to stop recomputing saves it.
         expected_gain=lambda context: 0.0 if context.resolved.memory.activation_checkpointing == "off" else 0.2,
         partners=("micro_batch",),
     ),
@@ -135,7 +135,7 @@ RANK_KNOBS: tuple[Knob, ...] = (
         "Compress gradients on the wire.",
         _codecs,
         _several,
-        _codec_mathematics,
+        _codec_effect,
         ("communication_bound", "negative_scaling"),
         expected_gain=0.05,
     ),

@@ -1,6 +1,6 @@
-"""All knobs: frameworm's own, those of plugins, and those a script has registered.
+"""All knobs: frameworm's own, those of plugins, and those registered by a script.
 
-A plugin names its knobs under the entry point group `frameworm.knobs`: a `Knob`, or a function that returns one or
+A plugin declares its knobs under the entry point group `frameworm.knobs`: a `Knob`, or a function that returns one or
 several. A script calls `register_knob`.
 """
 
@@ -19,10 +19,10 @@ GROUP = "frameworm.knobs"
 
 
 def all_knobs() -> tuple[Knob, ...]:
-    """Frameworm's own knobs, those of plugins, and those registered here; a later one of the same name wins.
+    """Frameworm's own knobs, those of plugins, and registered ones; a later one of the same name wins.
 
     Raises:
-        EnvironmentSetupError: A plugin cannot be loaded, or gives something that is no knob.
+        EnvironmentSetupError: A plugin cannot be loaded, or returns something that is not a knob.
     """
     found = {knob.name: knob for knob in (*DEVICE_KNOBS, *DATA_KNOBS, *RANK_KNOBS)}
     for plugin in entry_points(group=GROUP):
@@ -42,5 +42,5 @@ def _knobs_of(plugin: EntryPoint) -> Iterator[Knob]:
         ) from error
     for knob in knobs:
         if not isinstance(knob, Knob):
-            raise EnvironmentSetupError(f"plugin {plugin.name} ({plugin.value}) gives {knob!r}, which is no Knob")
+            raise EnvironmentSetupError(f"plugin {plugin.name} ({plugin.value}) gives {knob!r}, which is not a Knob")
         yield knob

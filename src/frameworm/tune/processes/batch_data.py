@@ -1,4 +1,4 @@
-"""The data of a trial: the longest samples first and last, ordinary ones between them."""
+"""The data of a trial: the longest samples first and last, typical ones in between."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset
 
 from frameworm.config.schema import Config
 from frameworm.data.batches.counts import token_lengths
 from frameworm.data.samples.streams import is_stream
 from frameworm.models.workloads import Workload
+from frameworm.torch_private.tensors import tree_leaves
 
 _LOOKED_AT = 1024
 _LOOKING_S = 3.0
 
 
 def sample_count(data: Any) -> int | None:
-    """Samples of a data set; None for a stream or a ready loader."""
+    """Number of samples of a data set; None for a stream or a ready-made loader."""
     return None if is_stream(data) or not hasattr(data, "__len__") else len(data)
 
 
 def rehearsal(config: Config, workload: Workload, steps: int, world_size: int) -> tuple[Config, Workload]:
-    """A workload that shows within a few steps what training will meet in many, and the config that runs it.
+    """A workload that shows within a few steps what training will meet in many, and the config to run it.
 
-    The first and the last third of the steps take the longest samples of the data set, those between them ordinary
-    ones, so that widths change as they do in training. Validation takes one batch per rank of the longest.
+    The first and last third of the steps take the longest samples of the data set, the others typical ones, so that
+    widths change as they do in training. Validation takes one batch per rank of the longest.
 
     Args:
-        config: Resolved; `max_steps` is what counts.
-        workload: Its data may be a stream, which is taken as it comes.
-        steps: Steps to fill.
+        config: Resolved; its `max_steps` limits the run.
+        workload: Its data may be a stream, which is used as it is.
+        steps: Steps to provide data for.
         world_size: Ranks that share them.
     """
     training, data = config.training, config.data
@@ -45,7 +45,7 @@ def rehearsal(config: Config, workload: Workload, steps: int, world_size: int) -
     train, validation, epochs, shuffle = workload.train_data, workload.val_data, steps, data.shuffle
     if samples:
         epochs = -(-wanted // samples)
-        # Packed batches all have the size of the fullest of the first epochs, which needs all samples to be known.
+        # Packed batches all have the size of the fullest in the first epochs, which requires all samples.
         if data.batching != "packed":
             longest = longest_first(train)
             edge = steps // 3 * training.global_batch
@@ -68,7 +68,7 @@ def rehearsal(config: Config, workload: Workload, steps: int, world_size: int) -
 
 
 def longest_first(data: Any) -> npt.NDArray[Any]:
-    """Places of the samples, the longest first; equal ones in the order of the data set."""
+    """Indices of the samples, longest first; equal lengths in the order of the data set."""
     lengths = token_lengths(data)
     if lengths is None:
         lengths = _sizes(data)
@@ -76,7 +76,7 @@ def longest_first(data: Any) -> npt.NDArray[Any]:
 
 
 def _sizes(data: Any) -> npt.NDArray[Any]:
-    """Elements per sample of a data set that does not tell lengths; those not looked at count as small."""
+    """Elements per sample of a data set without declared lengths; samples that were not read count as 0."""
     count = len(data)
     sizes = np.zeros(count, dtype=np.int64)
     until = monotonic() + _LOOKING_S

@@ -1,6 +1,6 @@
-"""One rank of a trial: a process of its own that takes a few real steps and leaves what came of them in a file.
+"""One rank of a trial: a separate process that takes a few real steps and writes its result to a file.
 
-The parent reads files only, so a rank that is killed or hangs cannot leave it with half a message.
+The parent only reads files, so a rank that is killed or hangs cannot leave it with half a message.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from frameworm.models.workloads import Workload, build_workload
 from frameworm.records.atomic import open_to_append
 from frameworm.records.schema import RunRecord
 from frameworm.scaling.memory_model import CONTEXT_BYTES
+from frameworm.torch_private.execution import cuda_lost_in_fork
 from frameworm.tune.processes.batch_data import rehearsal, sample_count
 from frameworm.tune.processes.forkserver import BAD_FORK
 
-MOST_ACCUMULATION = 2  # memory knows only none or some; time is proportional
-_ONCE = ("optimizer", "communication_exposed")  # phases that come once a step, however many micro-batches it has
+MOST_ACCUMULATION = 2  # memory only depends on whether there is any; time is proportional
+_ONCE = ("optimizer", "communication_exposed")  # phases that occur once per step, whatever its number of micro-batches
 _BESIDE = ("validation", "checkpoint")
 _PR_SET_PDEATHSIG = 1
 _NO_MEMORY = (
@@ -62,20 +63,20 @@ OutOf = Literal["cuda_oom", "host_oom"]
 
 
 @dataclass(frozen=True)
-class TrialJob:
-    """What the ranks of a trial are to do; plain values, since it travels.
+class RankJob:
+    """What the ranks of a trial should do; plain values, since it is sent to other processes.
 
     Attributes:
-        config: As it was asked for, its `auto` values open.
-        folder: Where each rank leaves `rank-N.json` and `rank-N.log`.
-        sizes: Micro-batches to run, one after another; none: look at the data and the machine only.
-        share: Samples a rank takes per step, kept by accumulation; None: the step grows with the micro-batch.
+        config: The requested config, with its `auto` values unresolved.
+        folder: Where each rank writes `rank-N.json` and `rank-N.log`.
+        sizes: Micro-batches to run, one after another; none: only inspect the data and the machine.
+        share: Samples per rank and step, kept constant by accumulation; None: the step grows with the micro-batch.
         steps: Optimizer steps for each size.
         world_size: Ranks.
-        port: Where they meet.
+        port: Port for the process group.
         payload: File with a workload; None: the config's own.
-        limit_bytes: Memory a rank may take beside what it has mapped at its start; None: what the system allows.
-        plan_bytes: Only plan, for a device of which torch may take so much.
+        limit_bytes: Memory a rank may use in addition to what it has mapped at its start; None: the system's limit.
+        plan_bytes: Only plan, for a device on which torch may use this much memory.
     """
 
     config: Config
@@ -90,18 +91,18 @@ class TrialJob:
     plan_bytes: int | None = None
 
     def accumulation(self, size: int) -> int:
-        """Micro-batches per step that keep the share."""
+        """Micro-batches per step that keep the samples per rank constant."""
         return 1 if self.share is None else self.share // size
 
 
 @dataclass(frozen=True)
-class Machine:
+class TrialMemory:
     """What a rank sees before anything is trained.
 
     Attributes:
         device: `cuda` or `cpu`.
         samples: Training samples; None for a stream.
-        room_bytes: What torch may take on this device; None for a host without a limit.
+        room_bytes: Memory that torch may use on this device; None for a host without a limit.
         limit_name: What sets that limit.
         shared: Whether all ranks share it.
     """
@@ -113,9 +114,9 @@ class Machine:
     shared: bool = False
 
 
-def run_rank(job: TrialJob, rank: int) -> None:
-    """Body of the process; it ends here, whatever happens."""
-    if torch.cuda._is_in_bad_fork():  # type: ignore[no-untyped-call, unused-ignore]
+def run_rank(job: RankJob, rank: int) -> None:
+    """Body of the process, which always ends here."""
+    if cuda_lost_in_fork():
         os._exit(BAD_FORK)
     file = Path(job.folder) / f"rank-{rank}.json"
     done: list[dict[str, Any]] = []
@@ -140,21 +141,21 @@ def run_rank(job: TrialJob, rank: int) -> None:
     write_result(file, result)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without the regular end: threads of a collective that nobody will answer would hold the process.
+    # Skip the regular shutdown: threads of a collective that is never answered would block it.
     os._exit(code)
 
 
-def settle_rank(job: TrialJob, rank: int) -> None:
-    """A session of its own, so that the whole family can be found, and what it says in a file."""
+def settle_rank(job: RankJob, rank: int) -> None:
+    """Give the process its own session, so that all its children can be found, and redirect its output to a file."""
     os.setsid()
-    # As in training. Else loader processes would come from the server, too, and not belong to this session.
+    # As in training; otherwise loader workers would be started by the server, outside of this session.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     with contextlib.suppress(OSError):
-        # Where memory runs out, the kernel shall take this process and not the one that searches.
+        # If memory runs out, the kernel should kill this process and not the one that runs the search.
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    # Who asked for the trial may be killed. The session is the trial's own, loader processes included.
+    # The caller of the trial may be killed. The session belongs to the trial, including loader workers.
     call_after_parent(lambda: os.killpg(0, signal.SIGKILL))
     log = open_to_append(Path(job.folder) / f"rank-{rank}.log")
     for stream in (1, 2):
@@ -168,12 +169,12 @@ def settle_rank(job: TrialJob, rank: int) -> None:
 
 
 def map_libraries() -> None:
-    """Let torch map what it needs for its first operations, so that a limit can be counted from there."""
+    """Let torch map what it needs for its first operations, so that a limit can be set on top of that."""
     torch.ones(64, 64, requires_grad=True).matmul(torch.ones(64, 64)).sum().backward()
 
 
-def rank_variables(job: TrialJob, rank: int) -> dict[str, str]:
-    """Those of a worker that a launcher has started."""
+def rank_variables(job: RankJob, rank: int) -> dict[str, str]:
+    """The environment variables of a launched worker."""
     if job.world_size == 1 or not job.sizes:
         return {}
     return {
@@ -186,41 +187,41 @@ def rank_variables(job: TrialJob, rank: int) -> dict[str, str]:
     }
 
 
-def few_threads(job: TrialJob) -> None:
-    """As many as a launched worker would get; the library has read its variable already."""
+def few_threads(job: RankJob) -> None:
+    """Use as many threads as a launched worker; the library has already read its environment variable."""
     threads = worker_environment(job.world_size, usable_cpus()).get("OMP_NUM_THREADS")
     if job.world_size > 1 and threads is not None:
         torch.set_num_threads(int(threads))
 
 
-def _workload(job: TrialJob, config: Config) -> Workload:
+def _workload(job: RankJob, config: Config) -> Workload:
     if job.payload is None:
         return build_workload(config)
     loaded: Workload = torch.load(job.payload, map_location="cpu", weights_only=False)
     return loaded
 
 
-def _look(job: TrialJob) -> Machine:
+def _look(job: RankJob) -> TrialMemory:
     config = resolve_here(job.config, job.world_size)
     samples = sample_count(_workload(job, config).train_data)
     if config.gpu.device != "cuda":
         map_libraries()
-        return Machine("cpu", samples, *_host_room())
+        return TrialMemory("cpu", samples, *_host_room())
     device = choose_device("cuda", 0, config.gpu.device_ids)
-    torch.empty(1, device=device)  # the context comes first
+    torch.empty(1, device=device)  # creates the CUDA context first
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device)
     allowed = int(total * config.gpu.memory_fraction)
     name = f"{config.gpu.memory_fraction:.0%} of {torch.cuda.get_device_name(device)}"
     if free < allowed:
         name = "free memory of the GPU"
-    return Machine("cuda", samples, min(allowed, free), name)
+    return TrialMemory("cuda", samples, min(allowed, free), name)
 
 
-def _plan(job: TrialJob, room_bytes: int) -> dict[str, int]:
-    """What the planner takes for the largest size, and for the memory of the smallest."""
+def _plan(job: RankJob, room_bytes: int) -> dict[str, int]:
+    """The planner's estimates of the largest size and of the memory of the smallest."""
     found = resolve_here(job.config, job.world_size).gpu
-    # Not the resolved config as a whole: what follows the micro-batch must go on doing so.
+    # Not the resolved config as a whole: settings that follow from the micro-batch must stay open.
     gpu = job.config.gpu.model_copy(update={"device": found.device, "mixed_precision": found.mixed_precision})
     planner = MemoryPlanner(job.config.model_copy(update={"gpu": gpu}), job.world_size)
     accumulation = 1 if job.share is None else planner.setting.accumulation
@@ -230,7 +231,7 @@ def _plan(job: TrialJob, room_bytes: int) -> dict[str, int]:
 
 
 def _host_room() -> tuple[int | None, str | None, bool]:
-    """What the tightest limit of the host leaves to this process, what it is called, and whether ranks share it."""
+    """The memory left by the host's tightest limit, the limit's name, and whether ranks share it."""
     mapped, address_space = address_space_bytes()
     rooms: list[tuple[int, str, bool]] = []
     if address_space is not None:
@@ -241,8 +242,8 @@ def _host_room() -> tuple[int | None, str | None, bool]:
     return min(rooms) if rooms else (None, None, False)
 
 
-def _train(job: TrialJob, size: int) -> dict[str, Any]:
-    """A rehearsal of training with that micro-batch, by the engine itself."""
+def _train(job: RankJob, size: int) -> dict[str, Any]:
+    """Rehearse training with that micro-batch on the real engine."""
     accumulation = min(job.accumulation(size), MOST_ACCUMULATION)
     config = _rehearsed(job, size, accumulation)
     config = resolve_here(config, job.world_size)
@@ -258,8 +259,8 @@ def _train(job: TrialJob, size: int) -> dict[str, Any]:
     return _figures(record, size, accumulation)
 
 
-def _rehearsed(job: TrialJob, size: int, accumulation: int) -> Config:
-    """The config as for training, but for the size of the step and all that lasts."""
+def _rehearsed(job: RankJob, size: int, accumulation: int) -> Config:
+    """The training config, except for the size of the step and everything that outlives the trial."""
     config = job.config.model_copy(deep=True)
     training = config.training
     config.training = training.model_copy(
@@ -273,7 +274,7 @@ def _rehearsed(job: TrialJob, size: int, accumulation: int) -> Config:
         }
     )
     config.observe = config.observe.model_copy(update={"sinks": [], "loggers": [], "progress": False, "trace": "off"})
-    # A trial that helps itself would not tell that the size is too large.
+    # A trial that recovers from running out of memory would hide that the size is too large.
     config.memory = config.memory.model_copy(update={"on_oom": "stop"})
     return config
 
@@ -297,11 +298,11 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
 
 
 def out_of(error: BaseException) -> OutOf | None:
-    """Which memory an exception says has run out, its causes included; None: it is another kind of error."""
+    """Which memory has run out according to an exception and its causes; None for any other error."""
     chain: list[BaseException] = [error]
     while (following := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(following)
-    for link in reversed(chain):  # what happened first is the plainest
+    for link in reversed(chain):  # the first cause is the clearest
         if isinstance(link, MemoryError):
             return "host_oom"
         if isinstance(link, torch.OutOfMemoryError):
@@ -313,7 +314,7 @@ def out_of(error: BaseException) -> OutOf | None:
 
 
 def out_of_in(text: str) -> OutOf | None:
-    """The same from words, of a message or of the end of a log."""
+    """The same from text, of a message or of the end of a log."""
     if not any(sign in text for sign in _NO_MEMORY):
         return None
     return "host_oom" if any(sign in text for sign in _OF_THE_HOST) else "cuda_oom"

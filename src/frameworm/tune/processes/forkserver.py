@@ -1,6 +1,6 @@
-"""The server that trials are forked from: it has imported everything and run nothing, so that a trial starts at once.
+"""The server that trials are forked from: it has imported everything and run nothing, so that trials start at once.
 
-This module imports nothing heavy: the server can import torch while its user still does the same.
+This module imports nothing heavy, so that the server can import torch while its user does the same.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from pathlib import Path
 from types import ModuleType
 
 from frameworm.launch.environment import added_to_environment, take_from_environment
+from frameworm.torch_private.names import COMPILER
 
-BAD_FORK = 97  # exit code of a trial that cannot use CUDA because of what the server has imported
+BAD_FORK = 97  # exit code of a trial that cannot use CUDA because of something the server has imported
 
-# The compiler too: DDP, most optimizers and of course compiling load it, and so would one trial after the other.
-_IMPORTED = ("frameworm.tune.processes.batch_trial", "torch._dynamo", "frameworm.tune.processes.libraries")
-# Some libraries ask for a GPU when they are imported. Asked of CUDA, no child could use it; asked of NVML, all can.
+# Including the compiler: DDP, most optimizers and compilation load it, which each trial would otherwise do itself.
+_IMPORTED = ("frameworm.tune.processes.batch_trial", COMPILER, "frameworm.tune.processes.libraries")
+# Some libraries look for a GPU at import. If that goes through CUDA no child can use it; through NVML all can.
 _ASK_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-# A trial that had to be killed leaves semaphores behind; who cleans up after it need not say so on the terminal.
+# A trial that had to be killed leaves semaphores behind; cleaning them up should not print warnings.
 _CLEAN_UP_QUIETLY = {"PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}
 
-# multiprocessing starts its processes by `python -c`, with the working folder first on their path: a signal.py there
-# would be imported (Python 3.10 knows no way around that). Trials get the path of the process that starts them.
+# multiprocessing starts processes by `python -c`, with the working folder first on the path: a local signal.py would
+# be imported (Python 3.10 cannot avoid that). Trials get the path of the process that starts them.
 _IMPORT_NOTHING_FROM_HERE = {"PYTHONSAFEPATH": "1"}
 
-# Where the server is told what else to import; one variable may hold 128 KiB.
+# Tells the server what else to import; an environment variable may hold 128 KiB.
 _LIBRARIES, _LONGEST = "FRAMEWORM_TRIAL_LIBRARIES", 100_000
 
 _forks = True
 
 
 def libraries_since(known: Collection[str]) -> list[str]:
-    """Installed modules that were imported beside those known; not the user's own, which may do more than define."""
+    """Installed modules that were imported since `known`, without the user's own, which may have side effects."""
     folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     new = [(name, module) for name, module in list(sys.modules.items()) if name not in known]
     origins = [(name, getattr(getattr(module, "__spec__", None), "origin", None)) for name, module in new]
@@ -48,27 +49,27 @@ def libraries_since(known: Collection[str]) -> list[str]:
 
 
 def import_libraries() -> None:
-    """In the server: import what `warm_up` was told to; what cannot be imported there is left to the trials."""
+    """Runs in the server: import what `warm_up` was told; failures are left to the trials."""
     for name in take_from_environment(_LIBRARIES).split():
         with suppress(Exception):
             importlib.import_module(name)
 
 
 def stop_forking() -> None:
-    """From now on trials are started from nothing: slower, but whatever the server holds is not in them."""
+    """Start trials without the server from now on: slower, but free of whatever the server has loaded."""
     global _forks
     _forks = False
 
 
 def refers_to_main(payload: str | Path) -> bool:
-    """Whether a file of `torch.save` holds something that was defined in the caller's script."""
+    """Whether a file written by `torch.save` refers to something defined in the caller's script."""
     with zipfile.ZipFile(payload) as file:
         return any(b"__main__" in file.read(name) for name in file.namelist() if name.endswith("data.pkl"))
 
 
 @contextmanager
 def without_script() -> Iterator[None]:
-    """Processes started inside do not run the caller's script again, as multiprocessing would have them do."""
+    """Keep processes started in this block from importing the caller's script, as multiprocessing would make them."""
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -78,18 +79,18 @@ def without_script() -> Iterator[None]:
 
 
 def warm_up(also: Sequence[str] = (), libraries: Sequence[str] = ()) -> ForkServerContext | SpawnContext:
-    """Start the server if it is not there; it gets ready by itself.
+    """Start the server if it is not running; it warms up in the background.
 
-    A server, not this process: what the caller has done here (CUDA, threads) must not be in the children.
+    A server is used because children must not inherit what the caller has done in this process (CUDA, threads).
 
     Args:
-        also: Modules to import beside the trial's own.
-        libraries: Modules that trials will import, if they can be.
+        also: Modules to import in addition to the trial's own.
+        libraries: Modules that trials will import, if they can be imported.
     """
     if not _forks:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_IMPORTED, *also])  # of a server that is there already nothing changes
+    context.set_forkserver_preload([*_IMPORTED, *also])  # no effect on a server that is already running
     wanted = {_LIBRARIES: " ".join(libraries)[:_LONGEST]}
     with added_to_environment({**_ASK_NVML, **_CLEAN_UP_QUIETLY, **_IMPORT_NOTHING_FROM_HERE, **wanted}):
         forkserver.ensure_running()
@@ -97,7 +98,7 @@ def warm_up(also: Sequence[str] = (), libraries: Sequence[str] = ()) -> ForkServ
 
 
 def wait_until_warm() -> None:
-    """Wait for a server that was started: what it takes to import belongs to no trial."""
+    """Wait for a started server, so that its imports do not count for a trial."""
     context = warm_up()
     if isinstance(context, ForkServerContext):
         first = context.Process(target=_do_nothing)
@@ -111,6 +112,6 @@ def _do_nothing() -> None:
 
 
 def start(process: BaseProcess) -> None:
-    """Start a process that `warm_up`'s context has made."""
+    """Start a process made by `warm_up`'s context."""
     with added_to_environment(_IMPORT_NOTHING_FROM_HERE):
         process.start()

@@ -1,4 +1,4 @@
-"""What the server imports last: the libraries that the workload of its trials is known to import."""
+"""Imported last by the server: imports the libraries that the workload of its trials uses."""
 
 from __future__ import annotations
 

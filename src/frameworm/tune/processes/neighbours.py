@@ -1,4 +1,4 @@
-"""What other work on the machine takes from the processes of a trial while they are timed."""
+"""How much other work on the machine takes from the processes of a trial while they are timed."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from statistics import fmean
 from time import perf_counter
 
 from frameworm.hardware.core_wait import CoreWait
-from frameworm.observe.system.host_sources import Family, Machine
+from frameworm.observe.system.host_sources import Family, HostSampler
 
 
 class Neighbours:
-    """Watches one window of a trial from outside; begins when it is made.
+    """Watches one window of a trial from outside, starting at construction.
 
-    Processes of this search are no neighbours of each other: what a candidate's own threads and loader processes take
-    from each other is the candidate's fault.
+    Processes of this search do not count as other work: what a candidate's own threads and loader workers take from
+    each other is the candidate's fault.
 
     Args:
-        processes: The numbers of the processes that are timed.
+        processes: Ids of the processes that are timed.
     """
 
     def __init__(self, processes: Iterable[int]) -> None:
         self._waits = [CoreWait(process) for process in processes]
-        self._family, self._machine = Family(), Machine()
+        self._family, self._machine = Family(), HostSampler()
         self._began_s = self._look()[0]
 
     def disturbance(self) -> float:
-        """Share of the time since it began in which neighbours had cores that a process of the trial was waiting for.
+        """Fraction of the time so far in which other processes used cores that a process of the trial was waiting for.
 
-        0 where the system does not tell.
+        0 if the system does not tell.
         """
         now_s, cores, own_s, lost = self._look()
         elapsed_s = now_s - self._began_s

@@ -1,4 +1,4 @@
-"""The processes of one trial: started, watched against a deadline, judged, and removed with all they have started."""
+"""The processes of one trial: started, watched against a deadline, judged, and removed with everything they started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import psutil
 from frameworm.hardware.host import oom_kills
 from frameworm.records.reading import read_json, read_tail
 from frameworm.scaling.batch_search import Outcome
-from frameworm.tune.processes.batch_trial import TrialJob, out_of_in, run_rank
+from frameworm.tune.processes.batch_trial import RankJob, out_of_in, run_rank
 from frameworm.tune.processes.forkserver import (
     BAD_FORK,
     refers_to_main,
@@ -28,10 +28,10 @@ from frameworm.tune.processes.forkserver import (
     without_script,
 )
 
-# When one rank has failed: what the others get to say so too. They may hang in a collective, and often do.
+# Time for the other ranks to report as well after one has failed; they often hang in a collective.
 _GRACE_S = 2.0
 _LOG_TAIL = 4000
-_LOST = 255  # what multiprocessing says of a process whose server is gone
+_LOST = 255  # multiprocessing's exit code for a process whose server is gone
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,10 @@ class RankEnd:
     """How one rank ended.
 
     Attributes:
+        rank: The rank.
         exit_code: Negative: killed by that signal; None: it was still running and was removed.
-        result: What it left behind.
-        log: The end of what it said.
+        result: The result it wrote.
+        log: The end of its log.
     """
 
     rank: int
@@ -51,24 +52,26 @@ class RankEnd:
 
     @property
     def failure(self) -> dict[str, Any] | None:
-        """The exception it wrote down."""
+        """The exception that it recorded."""
         return self.result.get("failure")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a trial: the worst rank decides."""
+    """The outcome of a trial, decided by the worst rank."""
 
     outcome: Outcome
     message: str | None = None
     rank: int | None = None
 
 
-def run_family(job: TrialJob, deadline_s: float, ranks: int | None = None) -> tuple[list[RankEnd], Verdict]:
-    """Run the ranks of a job to their end, the first failure or the deadline; nothing of them is left then.
+def run_family(job: RankJob, deadline_s: float, ranks: int | None = None) -> tuple[list[RankEnd], Verdict]:
+    """Run the ranks of a job until they end, one fails or the deadline passes; no process is left behind.
 
     Args:
-        ranks: Only the first so many; all unless given.
+        job: The job.
+        deadline_s: Time limit.
+        ranks: Start only the first `ranks` ranks; None: all.
     """
     before = oom_kills()
     server = warm_up()
@@ -94,7 +97,7 @@ def run_family(job: TrialJob, deadline_s: float, ranks: int | None = None) -> tu
 
 
 def _wait(processes: Sequence[BaseProcess], deadline_s: float) -> bool:
-    """Until all have ended or one has failed; False when time was up before."""
+    """Wait until all have ended or one has failed; returns False if time ran out first."""
     deadline = time.monotonic() + deadline_s
     failed = False
     while any(process.exitcode is None for process in processes):
@@ -107,12 +110,12 @@ def _wait(processes: Sequence[BaseProcess], deadline_s: float) -> bool:
 
 
 def remove(processes: Sequence[BaseProcess]) -> None:
-    """End the ranks and all they have started, also what they left behind when they died."""
+    """Kill the ranks and everything they have started, including orphans."""
     ranks = [process.pid for process in processes if process.pid is not None]
     doomed: dict[int, psutil.Process] = {}
     for pid in ranks:
         with suppress(psutil.Error, ProcessLookupError):
-            if os.getsid(pid) == pid:  # a number that was given away again is somebody else's
+            if os.getsid(pid) == pid:  # otherwise the id has been reused by another process
                 rank = psutil.Process(pid)
                 doomed.update({one.pid: one for one in [*rank.children(recursive=True), rank]})
     for one in psutil.process_iter():
@@ -131,13 +134,13 @@ def remove(processes: Sequence[BaseProcess]) -> None:
 
 
 def judge(ends: Sequence[RankEnd], in_time: bool, oom_killed: bool, deadline_s: float) -> Verdict:
-    """What became of the trial as a whole, and why.
+    """The outcome of the trial as a whole, and why.
 
     Args:
-        ends: Of all ranks.
-        in_time: Whether it was over before the deadline.
-        oom_killed: Whether the kernel has killed for memory meanwhile.
-        deadline_s: For the message.
+        ends: How all ranks ended.
+        in_time: Whether the trial ended before the deadline.
+        oom_killed: Whether the kernel's OOM killer was active meanwhile.
+        deadline_s: The deadline, for the message.
     """
     if in_time and all(end.exit_code == 0 for end in ends):
         return Verdict("fits")
@@ -170,13 +173,13 @@ def judge(ends: Sequence[RankEnd], in_time: bool, oom_killed: bool, deadline_s: 
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """A free port of this machine."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
 
 
-def _end(job: TrialJob, rank: int, code: int | None) -> RankEnd:
+def _end(job: RankJob, rank: int, code: int | None) -> RankEnd:
     folder = Path(job.folder)
     result: dict[str, Any] = {}
     with suppress(OSError, ValueError):
@@ -189,7 +192,7 @@ def _end(job: TrialJob, rank: int, code: int | None) -> RankEnd:
 
 def _last_line(log: str) -> str:
     lines: Iterable[str] = (line.strip() for line in reversed(log.splitlines()))
-    return next((line for line in lines if line), "ended without a word")[:500]
+    return next((line for line in lines if line), "ended without any output")[:500]
 
 
 def _signal_name(number: int) -> str:

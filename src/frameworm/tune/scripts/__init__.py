@@ -1,5 +1,5 @@
-"""Tuning of a user's own script: trials of it with switches set from outside, proofs, and what comes of them.
+"""Tuning of a user's own script: trials of it with switches set from outside, proofs, and the results.
 
-In: a script and its arguments. Out: switches that make it faster, each proved. `process` starts trials and talks to
-them, `compare` holds what their steps gave against each other, `search` decides what to try, `result` keeps it.
+In: a script and its arguments. Out: switches that make it faster, each proved. `process` starts and controls trials,
+`comparing` compares the results of their steps, `search` decides what to try, `result` stores the outcome.
 """

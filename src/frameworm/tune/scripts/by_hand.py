@@ -1,4 +1,4 @@
-"""Lines that do in a script what a switch does from outside, for the patch and for those who write them by hand."""
+"""Lines of code that do in a script what a switch does from outside, for the patch and for manual editing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDTH_STEP = 8
 
 
 def lines_by_hand(changes: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
-    """What to write into the script for some changes, as lines to paste where that is possible.
+    """What to write into the script for some changes, as lines to paste if possible.
 
     Args:
         changes: Switches and their values.
@@ -27,7 +27,7 @@ def lines_by_hand(changes: Mapping[str, Any], facts: Mapping[str, Any]) -> list[
     lines: list[str] = []
     for name, value in changes.items():
         said = by_hand({name: value}, facts)
-        if said != by_hand({name: value}):  # its framework has words of its own
+        if said != by_hand({name: value}):  # its framework has its own options for this
             lines += said
         elif name == "attention":
             lines += [line.format(torch="torch") for line in attention_lines(value)]
@@ -49,7 +49,7 @@ def lines_by_hand(changes: Mapping[str, Any], facts: Mapping[str, Any]) -> list[
 
 
 def attention_lines(wanted: str) -> list[str]:
-    """One back end of attention, by leaving out the others; `{torch}` is the module."""
+    """Lines that select one attention back end by disabling the others; `{torch}` is the module's name."""
     return [f"{{torch}}.backends.cuda.enable_{other}_sdp(False)" for other in _LEFT_OUT[wanted]]
 
 
@@ -59,10 +59,10 @@ def block_lines(
     """A loop that compiles the blocks of a model, and the classes to import for it, as module and name.
 
     Args:
-        model: What the model is called.
+        model: The variable that holds the model.
         facts: What is known about the script.
-        block: A name for the loop.
-        defined: Names that the script has.
+        block: Loop variable.
+        defined: Names that the script already defines.
     """
     if facts.get("block_list"):
         return [f"for {block} in {model}.{facts['block_list']}:", f"    {block}.compile()"], []
@@ -78,10 +78,10 @@ def block_lines(
 
 
 def trimming_function(name: str, layout: Mapping[str, Any]) -> Sequence[str]:
-    """A function that collates samples and cuts the columns which only pad the batch.
+    """A function that collates samples and removes columns that hold only padding.
 
     Args:
-        name: What it is called.
+        name: Name of the function.
         layout: See `frameworm.attach.trial.padding_layout`.
     """
 

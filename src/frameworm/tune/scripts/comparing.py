@@ -1,4 +1,4 @@
-"""Lets runs of a script go on from the same states, and makes of what they give one agreement that can be judged."""
+"""Runs a script several times from the same states, and compares the results as one agreement that can be judged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Run(NamedTuple):
 
 
 class Comparing:
-    """Compares candidates; what the script itself computes is noted once for all of them.
+    """Compares candidates; the results of the unchanged script are recorded once for all of them.
 
     Args:
         trials: Starts the runs.
@@ -48,7 +48,7 @@ class Comparing:
 
     @property
     def has_led(self) -> bool:
-        """Whether it is noted what the script itself computes."""
+        """Whether the results of the unchanged script are recorded."""
         return LEADER in self._noted
 
     def compare(
@@ -59,13 +59,13 @@ class Comparing:
         *,
         draws: bool = True,
     ) -> Evidence:
-        """What the candidate, or another source, computes from states of the script as it is.
+        """Compare the candidate, or another source, with the unchanged script, starting from the same states.
 
         Args:
-            candidate: What is set.
-            wanted: At which steps.
-            source: What it runs in place of the script.
-            draws: Also with random draws as in training, where others may be drawn.
+            candidate: The switches to set.
+            wanted: The steps to compare.
+            source: Source that it runs in place of the script.
+            draws: Also compare with random draws as in training, if the candidate may draw differently.
         """
         draws = draws and self._trials.draws_differently(candidate)
         missing = self._missing(candidate, source, draws)
@@ -90,16 +90,16 @@ class Comparing:
     def beside(
         self, others: int, candidate: Switches, source: str | None = None, *, likely: bool
     ) -> Iterator[Callable[[], None]]:
-        """Start what a comparison will need while other processes start, if the machine has room for all.
+        """Start the runs of a coming comparison while other processes start, if the machine has room for all of them.
 
         Args:
-            others: How many other processes there are.
+            others: Number of other processes.
             candidate: What will be compared.
-            source: What it runs in place of the script.
-            likely: It will be; otherwise only what other candidates need as well is started.
+            source: Source that it runs in place of the script.
+            likely: Whether the comparison is likely; if not, only the runs that other candidates also need are started.
 
         Yields:
-            What waits until all of it is noted.
+            A function that waits until all of them have recorded their results.
         """
         missing = self._missing(candidate, source, self._trials.draws_differently(candidate))
         runs = [run for run in missing if likely or run.name not in (CANDIDATE, _DRAWN)]
@@ -110,9 +110,9 @@ class Comparing:
             yield lambda: None
 
     def _missing(self, candidate: Switches, source: str | None, draws: bool) -> list[_Run]:
-        """The runs that a comparison needs and that are not there yet."""
+        """The runs that a comparison needs and that are still missing."""
         runs = [_Run(LEADER, Switches()), *(_Run(name, Switches(), place) for place, name in enumerate(_NOISE, 1))]
-        same = Switches(autocast=candidate.autocast)  # in the candidate's precision, with nothing else changed
+        same = Switches(autocast=candidate.autocast)  # the candidate's precision, otherwise unchanged
         options, own = self._trials.options_of(same), self._trials.options_of(candidate)
         if candidate.autocast != "off":
             runs.append(_Run(_EXPECTED, same, options=options))
@@ -128,7 +128,7 @@ class Comparing:
 
     @contextmanager
     def _begun(self, runs: Sequence[_Run], wanted: Sequence[int]) -> Iterator[Callable[[], None]]:
-        """Runs that note what their steps give, beside each other: who follows waits for the states."""
+        """Start runs that record the results of their steps, side by side; followers wait for the leader's states."""
         steps = self._steps(wanted)
         with ExitStack() as all_of_them:
             processes = []
@@ -147,7 +147,7 @@ class Comparing:
                     try:
                         process.hear("compared")
                     except ScriptEndedError as ended:
-                        self._trials.total = ended.steps  # what it has noted until then counts
+                        self._trials.total = ended.steps  # what it has recorded so far counts
                     self._noted[run.name] = run
                 processes.clear()
                 all_of_them.close()
@@ -158,18 +158,18 @@ class Comparing:
 def evidence_of(
     folders: Sequence[Path], steps: Sequence[int], moved: Sequence[str], name: str, unit: float, expected: str = LEADER
 ) -> Evidence:
-    """Hold a run against the one that led.
+    """Compare a run with the one that led.
 
     Args:
-        folders: Where the runs wrote, one for each of their processes.
-        steps: Compared steps.
+        folders: Where the runs wrote, one folder per process.
+        steps: Steps to compare.
         moved: Names of the runs that show the noise: perturbed, or just repeated.
-        name: Of the run in question.
-        unit: Unit of rounding of the coarser precision.
-        expected: Name of a run in the precision of the one in question, with nothing else changed.
+        name: Name of the run to compare.
+        unit: Rounding unit of the coarser precision.
+        expected: Name of a run in the same precision as the compared one, otherwise unchanged.
 
     Raises:
-        ScriptError: Two runs of the script as it is did not take the same samples.
+        ScriptError: Two runs of the unchanged script did not take the same samples.
     """
     states: list[StateErrors] = []
     differences: list[str] = []

@@ -1,4 +1,4 @@
-"""Notices that a script only waits, while another program that it has started computes with torch."""
+"""Detects that a script only waits for another program it has started, which computes with torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import psutil
 import torch
 
 _TORCH = str(Path(torch.__file__).parent)
-_COMPUTES_S = 10.0  # of a core, which is more than it takes to import things
+_COMPUTES_S = 10.0  # CPU seconds, more than imports take
 _IDLE = 0.05
 _LONGEST_COMMAND = 100
 
 
 class _Seen(NamedTuple):
-    """What a program and the script itself had computed when the script began to wait, and when that was."""
+    """CPU seconds of a program and of the script itself when the script began to wait, and that moment."""
 
     program_s: float
     script_s: float
@@ -26,7 +26,7 @@ class _Seen(NamedTuple):
 
 
 class ElsewhereWatch:
-    """Looks at the processes of one trial, from time to time.
+    """Checks the processes of one trial from time to time.
 
     Args:
         pid: The trial's first process.
@@ -37,7 +37,7 @@ class ElsewhereWatch:
         self._seen: dict[int, _Seen] = {}
 
     def look(self) -> str | None:
-        """The command of a program that trains in the script's place; None: there is none so far."""
+        """The command of a program that trains in the script's place; None if there is none so far."""
         with suppress(psutil.Error):
             first = psutil.Process(self._pid)
             processes = [first, *first.children(recursive=True)]
@@ -63,7 +63,7 @@ def _computed_s(process: psutil.Process) -> float:
 
 
 def _computes_with_torch(process: psutil.Process) -> bool:
-    """Whether it has loaded torch, and is no helper of torch or of multiprocessing."""
+    """Whether it has loaded torch and is not a helper process of torch or multiprocessing."""
     helps = any(part.startswith(_TORCH) or "multiprocessing" in part for part in process.cmdline())
     with suppress(OSError):
         return not helps and "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The switches that may help a script, each as one declared object: what it sets, what it may gain, and where."""
+"""The switches that may help a script, declared as objects: what each sets, its expected gain, and when it applies."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from frameworm.hardware.host import usable_cpus
 
 Facts = Mapping[str, Any]
 
-# A loader that is waited for less than this is fast enough.
+# If a script waits for its loader for less than this fraction of a step, the loader is fast enough.
 _WAITS = 0.03
 _MOST_WORKERS = 4
-# Of the positions of a batch, those beyond its longest sample; fewer are not worth a change.
+# Fraction of a batch's positions beyond its longest sample below which trimming is not worthwhile.
 _PADDED = 0.05
 _LEAST_BLOCKS = 3
 _MOST_BUCKET_MIB = 200
-# A model of at most so many is gathered in one go without a thought for memory.
+# A model with at most this many parameters can be gathered at once without regard to memory.
 _WHOLE_PARAMETERS = 250_000_000
 _NOT_GATHERED = "no DistributedDataParallel gathers its gradients"
 
@@ -31,11 +31,11 @@ class ScriptKnob:
 
     Attributes:
         changes: What it sets.
-        gain: Speedup less one to expect; decides the order.
-        why_not: Why it means nothing for a script; None: it may help.
-        setup_s: What it usually takes to start.
-        consent: What the user must allow it by, and why; None: nothing that a proof would not see.
-        again: Sets what another one sets, to another value; where it means nothing, nobody needs to know.
+        gain: Expected speedup minus one; decides the order.
+        why_not: Why it does not apply to a script; None if it may help.
+        setup_s: Its usual start-up cost.
+        consent: The option by which the user must allow it, and why; None: a proof would detect any harm.
+        again: It sets the same thing as another knob to another value, so it is not reported if it does not apply.
     """
 
     changes: Callable[[Facts], dict[str, Any]]
@@ -56,7 +56,7 @@ def _on_gpu(facts: Facts) -> bool:
 
 
 def _with_workers(facts: Facts, workers: int) -> dict[str, Any]:
-    """Processes for loaders; where the model is on the same cores, it leaves them some."""
+    """Set loader workers; if the model runs on the same cores, reduce its threads accordingly."""
     left = max(1, usable_cpus() - workers)
     return {"workers": workers} if _on_gpu(facts) or facts["threads"] <= left else {"workers": workers, "threads": left}
 
@@ -91,14 +91,14 @@ def _why_not_whole(facts: Facts) -> str | None:
 
 
 def _in_waits(facts: Facts) -> float:
-    """What is gained if nothing is waited for any more."""
+    """The gain if waiting for data were eliminated."""
     return float(facts["data_wait_share"] / max(0.05, 1 - facts["data_wait_share"]))
 
 
 def _why_not_trimmed(facts: Facts) -> str | None:
     share = facts["padded_share"]
     return _first(
-        (share is None, "nothing tells what pads its batches"),
+        (share is None, "it is not known what pads its batches"),
         ((share or 0.0) < _PADDED, "its batches are not padded beyond their longest sample"),
     )
 
@@ -121,7 +121,7 @@ def _why_no_blocks(facts: Facts) -> str | None:
 
 
 def _other_attention(facts: Facts) -> list[str]:
-    """Back ends of attention beside the one that is taken."""
+    """Attention back ends other than the current one."""
     if not _on_gpu(facts):
         return ["math"]
     known = ["cudnn", "efficient", "flash"] if (facts["capability"] or 0) >= 8 else ["efficient"]
@@ -140,7 +140,7 @@ def _of_images(facts: Facts) -> bool:
 
 
 def _bucket(facts: Facts) -> dict[str, Any]:
-    """Everything at once, up to a size from which on a network is no faster."""
+    """One bucket for all gradients, up to a size beyond which a network is no faster."""
     gathered = facts["data_parallel"] or {"gradient_mib": 0.0}
     return {"bucket_mib": math.ceil(min(_MOST_BUCKET_MIB, max(1.0, gathered["gradient_mib"])))}
 
@@ -194,7 +194,7 @@ SCRIPT_KNOBS: tuple[ScriptKnob, ...] = (
     ),
     ScriptKnob(lambda facts: {"whole_batches": True}, _in_waits, _why_not_whole),
     ScriptKnob(_workers, _in_waits, _why_no_workers, 1.0),
-    ScriptKnob(  # one draws what the script's own process would have drawn; several cannot
+    ScriptKnob(  # one worker draws what the script's own process would have drawn; several cannot
         lambda facts: _with_workers(facts, 1),
         _in_waits,
         lambda facts: _why_no_workers(facts) or _first((_workers(facts)["workers"] == 1, "that was tried")),
@@ -291,19 +291,17 @@ SCRIPT_KNOBS: tuple[ScriptKnob, ...] = (
     ),
 )
 
-# What `--allow` takes for a script.
+# Values of `--allow` for a script.
 CONSENTS = tuple(knob.consent[0] for knob in SCRIPT_KNOBS if knob.consent is not None)
 
 
 def forget_options(switches: Switches, facts: dict[str, Any], seen: Facts) -> bool:
-    """Take from the facts those options of the script's framework that do not do what they should, or do more.
-
-    What they were for is set in torch then.
+    """Remove options of the script's framework that do not work as expected or change more; torch is set instead.
 
     Args:
         switches: What should be on.
-        facts: About the script as it is.
-        seen: About the script with the switches.
+        facts: Facts about the unchanged script; options are removed here.
+        seen: Facts about the script with the switches.
 
     Returns:
         Whether there were such options.
@@ -328,7 +326,7 @@ def _is_open(name: str, facts: Facts) -> bool:
 
 
 def _does_more(switches: Switches, before: Facts, after: Facts) -> bool:
-    """Whether a script differs from what it was by more than the switches: in its precision, or in what it saves."""
+    """Whether a script has changed by more than the switches: in its precision, or in what it saves."""
     return bool(
         (after["tf32"] and not before["tf32"] and not switches.tf32)
         or (after["half"] and not before["half"] and switches.autocast == "off")

@@ -1,8 +1,8 @@
-"""The changes that a tuning found, written into the script itself: a small diff, or why there is none.
+"""Write the changes of a tuning run into the script itself, as a small diff, or say why that is impossible.
 
-Where to write is known from the run: the lines at which optimizers, loaders and a framework's options were made, models
-were called and gradients computed. Each switch has a writer, which finds its place in the script or says why there is
-none; what one of them cannot write does not keep the others from it.
+Where to write is known from the run: the lines at which optimizers, loaders and a framework's options were created,
+models were called and gradients computed. Each switch has a writer, which finds its place in the script or says why
+there is none; if one change cannot be written, the others still are.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Written:
 
     Attributes:
         text: The script.
-        changes: The switches that are in it, with their values.
-        left: The other switches, and why they are not.
+        changes: The switches that were written, with their values.
+        left: The other switches, and why they were not.
     """
 
     text: str
@@ -41,12 +41,12 @@ class Written:
 
 
 def write_changes(text: str, changes: Mapping[str, Any], facts: Mapping[str, Any]) -> Written:
-    """Write as many of the changes as have a place in the script.
+    """Write as many of the changes into the script as possible.
 
     Args:
         text: The script.
         changes: Switches and their values.
-        facts: What is known about the script; of its `places`, kind, line and name, as they were noted.
+        facts: What is known about the script, including its `places` as recorded: kind, line and name.
     """
     script = _Script(text, facts)
     options = options_of(changes, facts)
@@ -66,22 +66,22 @@ def write_changes(text: str, changes: Mapping[str, Any], facts: Mapping[str, Any
 
 
 class _Script:
-    """A script and what its run has shown of it."""
+    """A script and what its run has shown about it."""
 
     def __init__(self, text: str, facts: Mapping[str, Any]) -> None:
         self.source = Source(text)
         self.facts = facts
-        # Several runs of a line note it once each.
+        # A line that ran several times is recorded several times.
         self.places: Sequence[tuple[str, int, str]] = sorted(
             {(kind, int(at), str(name)) for kind, at, name in facts["places"]}
         )
 
     def of_kind(self, kind: str) -> list[tuple[int, str]]:
-        """Lines of a kind, and the name that goes with each."""
+        """Lines of a kind, with the recorded names."""
         return [(line, name) for place, line, name in self.places if place == kind]
 
     def makers(self, kind: str) -> list[ast.Call]:
-        """The calls that make the objects of a kind."""
+        """The calls that create objects of a kind."""
         found = []
         for line, name in self.of_kind(kind):
             call = self.source.call_that_makes(line, name)
@@ -95,12 +95,12 @@ class _Script:
         return found
 
     def with_keywords(self, calls: Sequence[ast.Call], known: Sequence[str] | None = None, **wanted: str) -> list[Edit]:
-        """Arguments more, or with other values.
+        """Add keyword arguments to calls, or change their values.
 
         Args:
-            calls: What gets them.
-            known: Names that the script is known to give; None: only its text tells.
-            wanted: The arguments.
+            calls: The calls.
+            known: Names that the script is known to pass; None: judge by its text alone.
+            **wanted: The arguments.
         """
         for call in calls:
             written = {item.arg for item in call.keywords}
@@ -111,7 +111,7 @@ class _Script:
         return [Keyword(call, name, value) for call in calls for name, value in wanted.items()]
 
     def with_options(self, wanted: Mapping[str, str]) -> list[Edit]:
-        """Options of the script's framework, in the line that makes the object which takes them."""
+        """Set options of the script's framework in the call that creates the options object."""
         taker, maker = self.facts["framework"]["arguments"], self.facts.get("options_made_by")
         places = self.of_kind("options")
         if not places:
@@ -130,7 +130,7 @@ class _Script:
         return self.with_keywords(calls, self.facts.get("options_given") or (), **wanted)
 
     def models(self) -> list[tuple[str, ast.stmt]]:
-        """The models that are trained: what each is called, and the statement that gives it the name."""
+        """The trained models: the name of each, and the statement that assigns it."""
         found: dict[str, ast.stmt] = {}
         for line, name in self.of_kind("model"):
             statement = self.source.statement_that_names(name, line) if name else None
@@ -143,11 +143,11 @@ class _Script:
         return list(found.items())
 
     def torch(self) -> tuple[str, list[Edit]]:
-        """What torch is called here, with the import if there is none."""
+        """The name of torch in the script, with an import if there is none."""
         return self.source.name_of_module("torch")
 
     def passes(self) -> list[tuple[ast.stmt, ast.stmt, list[ast.stmt]]]:
-        """Each backward pass with the forward pass before it, as two statements of one block, and that block."""
+        """Each backward pass with its forward pass, as two statements of one block, and that block."""
         found = []
         forward = {line for line, _ in self.of_kind("model")}
         others = {line for kind in ("backward", "update") for line, _ in self.of_kind(kind)}
@@ -244,7 +244,7 @@ def _sharding(script: _Script) -> list[ast.Call]:
 
 
 def _one_shard_call(script: _Script, value: Any) -> list[Edit]:
-    """The script without all calls but the last, and without loops that only make them."""
+    """Remove all calls but the last, and loops that contain nothing else."""
     source = script.source
     edits: list[Edit] = []
     for call in _sharding(script)[:-1]:
@@ -268,7 +268,7 @@ def _one_shard_call(script: _Script, value: Any) -> list[Edit]:
 
 
 def _gathered_once(script: _Script, value: Any) -> list[Edit]:
-    """DistributedDataParallel is told before each pass whether an update follows, as the loop itself decides it."""
+    """Tell DistributedDataParallel before each pass whether an update follows, as the loop itself decides."""
     source = script.source
     if (script.facts.get("data_parallel") or {}).get("looks_for_unused"):
         raise NoPatchError("it looks for unused parameters, and would miss those that only the first passes use")
@@ -310,7 +310,7 @@ def _only(found: Sequence[Any]) -> Any:
 
 
 def _half_precision(script: _Script, value: Any) -> list[Edit]:
-    """The statements from the model's call to before the backward pass, under autocast."""
+    """Put the statements from the model's call up to the backward pass under autocast."""
     source = script.source
     torch, imports = script.torch()
     edits: list[Edit] = list(imports)
@@ -324,7 +324,7 @@ def _half_precision(script: _Script, value: Any) -> list[Edit]:
 
 
 def _whole(script: _Script, value: Any) -> list[Edit]:
-    """A sampler of whole batches in the loaders that shuffle."""
+    """Give shuffling loaders a sampler of whole batches."""
     edits: list[Edit] = []
     reason = "the script makes no loader whose order it shows: DataLoader(data, batch_size=..., shuffle=True)"
     for call in script.makers("loader"):
@@ -356,7 +356,7 @@ def _in_whole_batches(script: _Script, call: ast.Call) -> list[Edit]:
     if sampler is not None:
         order = text["sampler"]
     else:
-        if not isinstance(data, (ast.Name, ast.Attribute)):  # it is needed twice
+        if not isinstance(data, (ast.Name, ast.Attribute)):  # it is used twice
             name = source.free_name("dataset", "data", "samples")
             statement = source.statement_of(call)
             if "\n" in text["dataset"] or not isinstance(statement, (ast.Assign, ast.Expr, ast.Return)):
@@ -382,7 +382,7 @@ def _in_whole_batches(script: _Script, call: ast.Call) -> list[Edit]:
 
 
 def _trimmed(script: _Script, value: Any) -> list[Edit]:
-    """A function that cuts each batch, around what makes it."""
+    """Wrap each collate function in one that trims the batch."""
     source = script.source
     layout = script.facts.get("padding")
     if layout is None:

@@ -1,4 +1,4 @@
-"""A process that runs a user's script: started, told to go, listened to and killed."""
+"""A process that runs a user's script: started, controlled step by step, and killed."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from typing import Any
 
 import psutil
 
-from frameworm.attach.trial.job import TrialJob
+from frameworm.attach.trial.job import ScriptJob
 from frameworm.records.reading import read_tail
 from frameworm.tune.scripts.elsewhere import ElsewhereWatch
 
 _LOG_TAIL = 2000
 _LOOK_S = 2.0
-_GRACE_S = 1.0  # between the failure of one rank and those of the others
+_GRACE_S = 1.0  # time for the other ranks to report after one has failed
 _BY_TORCHRUN = "let torchrun start them: torchrun --nproc-per-node N -m frameworm tune SCRIPT.py"
 
 
 class ScriptError(Exception):
-    """A trial of the script gave no answer; the message says why."""
+    """A trial of the script gave no result; the message says why."""
 
 
 class TrainsElsewhereError(ScriptError):
-    """The script trains in processes that it starts itself; `world_size` is how many, 0: they form no process group."""
+    """The script trains in processes that it starts itself; `world_size` is their number, 0 without a process group."""
 
     def __init__(self, world_size: int) -> None:
         if world_size:
@@ -49,7 +49,7 @@ class TrainsElsewhereError(ScriptError):
 
 
 class ScriptEndedError(ScriptError):
-    """The script came to its end; `steps` says after how many updates."""
+    """The script ended; `steps` is the number of updates it made."""
 
     def __init__(self, message: str, steps: int) -> None:
         super().__init__(message)
@@ -58,15 +58,15 @@ class ScriptEndedError(ScriptError):
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """What a script has told when it stood.
+    """The report of a script when it pauses.
 
     Attributes:
-        seconds: Of the steps since it stood last; None the first time.
+        seconds: Duration of the steps since the last pause; None the first time.
         done: Steps so far.
-        wait_s: How long it waited for batches in these steps.
-        samples: Samples that loaders gave in them.
-        age_s: Since it has imported torch.
-        facts: What is known about it, the first time.
+        wait_s: Time spent waiting for batches in these steps.
+        samples: Samples that loaders returned in them.
+        age_s: Seconds since it imported torch.
+        facts: What is known about it; only the first time.
     """
 
     seconds: float | None
@@ -79,7 +79,7 @@ class Stand:
 
 @dataclass
 class _End:
-    """This side of what leads to a process: where to write, where to read, and what was read of a next line."""
+    """Our ends of the pipes to a process, and the part of the next line read so far."""
 
     commands: int
     reports: int
@@ -87,7 +87,7 @@ class _End:
 
 
 class ScriptProcess:
-    """One trial; to be used in a `with` statement, which kills it and all that it has started.
+    """One trial, used in a `with` statement, which kills it and everything it has started.
 
     Args:
         job: What to run.
@@ -95,7 +95,7 @@ class ScriptProcess:
         deadline: Time of `time.monotonic` at which it counts as hung.
     """
 
-    def __init__(self, job: TrialJob, place: Path, deadline: float) -> None:
+    def __init__(self, job: ScriptJob, place: Path, deadline: float) -> None:
         place.mkdir(parents=True, exist_ok=True)
         self.job = job
         self.log = place / f"{job.name or job.role}.log"
@@ -105,7 +105,7 @@ class ScriptProcess:
         commands, reports = [to[0] for to, _ in pipes], [back[1] for _, back in pipes]
         self._ends = [_End(to[1], back[0]) for to, back in pipes]
         path = place / f"{job.name or job.role}.json"
-        # Ranks that a launcher has started print for themselves: what one says of another is not why that failed.
+        # Ranks started by a launcher have their own logs, so that one rank's output is not taken as another's error.
         own = [] if job.spawned else [self.log.with_suffix(f".rank{rank}.log") for rank in range(len(job.ranks))]
         self._logs = own or [self.log] * len(pipes)
         logs = [os.open(item, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for item in own]
@@ -134,10 +134,10 @@ class ScriptProcess:
         self.close()
 
     def stand(self) -> Stand:
-        """Wait until it stands, with all of its processes.
+        """Wait until all of its processes pause.
 
         Raises:
-            ScriptError: It does not.
+            ScriptError: It ends, fails or hangs instead.
         """
         told = self.hear("stand")
         self._has_stood = True
@@ -152,7 +152,7 @@ class ScriptProcess:
         )
 
     def go(self, steps: int) -> Stand:
-        """Let it make so many steps.
+        """Let it run `steps` steps.
 
         Raises:
             ScriptError: It ends or fails on the way.
@@ -163,7 +163,7 @@ class ScriptProcess:
         return self.stand()
 
     def hear(self, event: str) -> list[dict[str, Any]]:
-        """The next report of a kind from each of its processes; others before it are passed over.
+        """The next report of a kind from each of its processes; other reports are skipped.
 
         Raises:
             ScriptError: There is none.
@@ -183,7 +183,7 @@ class ScriptProcess:
                 raise ScriptEndedError(_why_ended(told), told["steps"])
 
     def _next(self, places: Sequence[int]) -> tuple[int, dict[str, Any]]:
-        """The next report of one of these processes, and whose it is."""
+        """The next report of one of these processes, and the process's index."""
         while True:
             for place in places:
                 end = self._ends[place]
@@ -216,7 +216,7 @@ class ScriptProcess:
                 self._ends[numbers[number]].waiting += read
 
     def _why_failed(self, place: int, told: dict[str, Any]) -> str:
-        """What the process says that failed first: the others fail soon after, because it has left them."""
+        """The message of the process that failed first: the others fail soon after, because it is gone."""
         ended = {place: float(told["at"])}
         ends = min(self._deadline, time.monotonic() + _GRACE_S)
         while True:
@@ -230,7 +230,7 @@ class ScriptProcess:
                 break
             for number in ready:
                 read = os.read(number, 65536)
-                if not read:  # it died without a word
+                if not read:  # it died without a report
                     return self._why_gone(numbers[number])
                 self._ends[numbers[number]].waiting += read
         tail = self._tail(min(ended, key=ended.__getitem__))
@@ -245,26 +245,26 @@ class ScriptProcess:
         except subprocess.TimeoutExpired:
             return f"it closed the files that it was given, and still runs{self._tail()}"
         if code == 0:
-            return "its process ended at once: where it goes on in the background it cannot be tuned; let it stay"
+            return "its process ended at once: a script that continues in the background cannot be tuned"
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return f"its process died ({how}){self._tail()}"
 
     def _tail(self, place: int = 0) -> str:
-        """The last line that one of its processes has printed, if any."""
+        """The last line printed by one of its processes, if any."""
         with suppress(OSError):
             lines = [line.strip() for line in read_tail(self._logs[place], _LOG_TAIL).splitlines() if line.strip()]
             return f": {lines[-1]}" if lines else ""
         return ""
 
     def numbers(self) -> list[int]:
-        """The processes of the trial, as they are known outside of it."""
+        """The ids of the trial's processes, as seen from outside."""
         with suppress(psutil.NoSuchProcess):
             found = psutil.Process(self._process.pid).children(recursive=True)
             return [item.pid for item in found] or [self._process.pid]
         return []
 
     def close(self) -> None:
-        """Kill it: an end by itself would run what the script has left for its end."""
+        """Kill it; a regular exit would run the script's own exit code."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -1,4 +1,4 @@
-"""What the tuning of a script has found, as it is told and written down."""
+"""The result of tuning a script, as reported and as written to files."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from frameworm.guard.gain import Speedup
 from frameworm.guard.proof import Proof
 from frameworm.report.tune.page import render_tune
 from frameworm.tune.scripts.by_hand import lines_by_hand
+from frameworm.tune.search.found import REPORT_NAME, Found
 
 Status = Literal["accepted", "rejected", "inconclusive", "failed", "skipped"]
 TUNED_NAME, PATCH_NAME = "tuned.yaml", "tuned.patch"
@@ -28,10 +29,10 @@ class ScriptAttempt:
 
     Attributes:
         changes: Switches and their values.
-        status: What came of it.
+        status: The outcome.
         reason: Why.
-        proof: What that rests on; None: it did not come to that.
-        setup_s: What the script with it took to its first steps.
+        proof: The proof; None if there was none.
+        setup_s: Start-up time of the script with the change, up to its first steps.
     """
 
     changes: dict[str, Any]
@@ -46,31 +47,32 @@ class ScriptAttempt:
         return in_words(self.changes)
 
 
-@dataclass
-class ScriptResult:
-    """The end of a search.
+@dataclass(repr=False)
+class ScriptResult(Found):
+    """The result of a search.
 
     Attributes:
         command: The script and its arguments.
-        fingerprint: What the result is bound to.
-        isolated: Whether trials could write nothing that stays.
+        fingerprint: What the result is valid for.
+        isolated: Whether trials were kept from writing anything permanent.
         facts: What is known about the script.
-        sample_s: Seconds per sample before; None where no loader tells samples.
-        setup_s: What the script takes to its first steps.
-        disturbed: Share of the first trial in which other work had cores that it was waiting for.
-        step_s: Seconds per step before; None: not known.
-        total_steps: Steps of the whole script, where a trial has seen its end.
-        switches: What was found.
-        attempts: Everything that was tried, and what was not with its reason.
-        total: The proof of all together.
+        sample_s: Seconds per sample before; None if no loader reports samples.
+        setup_s: Start-up time of the script, up to its first steps.
+        disturbed: Fraction of the first trial in which other work used cores that it was waiting for.
+        step_s: Seconds per step before; None if unknown.
+        total_steps: Steps of the whole script, if a trial has reached its end.
+        switches: The accepted switches.
+        attempts: Everything that was tried, or why it was not.
+        total: The proof of all changes together.
         patch: The changes as a diff of the script, which was run.
         patch_without: Changes that are not in it, and why.
-        patch_speedup: Of the patch alone, where changes are not in it.
-        no_patch: Why there is none.
+        patch_speedup: Speedup of the patch alone, if changes are missing from it.
+        no_patch: Why there is no patch.
         problem: Why nothing could be tuned, if so.
         stopped: Why the search ended.
         trials: Processes of the script that were started.
-        spent_s: What the search took.
+        spent_s: Duration of the search.
+        folder: Folder of `tuned.yaml`, `tuned.patch`, `tune.json` and `report.html`; None: nothing was written.
     """
 
     command: list[str]
@@ -93,15 +95,37 @@ class ScriptResult:
     stopped: str = ""
     trials: int = 0
     spent_s: float = 0.0
+    folder: Path | None = None
+
+    @property
+    def tuned_file(self) -> Path | None:
+        """The file for `frameworm run --with`; None if nothing was found."""
+        return None if self.folder is None or not self.changes else self.folder / TUNED_NAME
+
+    @property
+    def patch_file(self) -> Path | None:
+        """The file with the changes as a diff of the script; None if there is none."""
+        return None if self.folder is None or self.patch is None else self.folder / PATCH_NAME
+
+    def in_words(self) -> list[str]:
+        """The speedup, the changes, and the path of the report."""
+        changes = [item.label for item in self.accepted]
+        if self.tuned_file is not None:
+            changes.append(f"to run it: {self.to_dict()['command']}")
+        return self.told(self.speedup, self.problem, changes, self.attempts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of `tune.json`."""
+        return self.to_json(TUNED_NAME if self.folder is None else str(self.folder / TUNED_NAME))
 
     @property
     def accepted(self) -> list[ScriptAttempt]:
-        """The changes that stay."""
+        """The accepted changes."""
         return [item for item in self.attempts if item.status == "accepted"]
 
     @property
     def speedup(self) -> Speedup | None:
-        """Of all changes together."""
+        """The speedup of all changes together."""
         if self.total is not None:
             return self.total.speedup
         return self.accepted[0].proof.speedup if len(self.accepted) == 1 and self.accepted[0].proof else None
@@ -113,12 +137,12 @@ class ScriptResult:
 
     @property
     def by_hand(self) -> list[str]:
-        """What to write into the script for the same; beside a patch, for what is not in it."""
+        """What to write into the script for the same effect; if there is a patch, only for what is missing from it."""
         left = {name: value for name, value in self.changes.items() if name in self.patch_without}
         return lines_by_hand(left or self.changes, self.facts)
 
     def to_json(self, tuned: str = TUNED_NAME) -> dict[str, Any]:
-        """Plain values, as for the search of a config."""
+        """Plain values, in the format of a config's search."""
         usual = asdict(Switches())
         failure = None if self.problem is None else {"kind": "not_applicable", "reason": self.problem}
         setup_s = self._setup_after_s()
@@ -179,11 +203,11 @@ class ScriptResult:
         }
 
     def _setup_after_s(self) -> float | None:
-        """Start-up with all changes: that of the last one that stayed, which had the others as well."""
+        """Start-up time with all changes: that of the last accepted one, which included the others."""
         return next((item.setup_s for item in reversed(self.accepted) if item.setup_s is not None), self.setup_s)
 
     def _whole_run(self, setup_s: float | None) -> dict[str, float]:
-        """What compiling costs the whole run, and the steps that regain it; other differences of start-up are noise."""
+        """The cost of compiling over the whole run, and the steps to regain it; other start-up changes are noise."""
         gain = self.speedup
         if not self.switches.compiles or gain is None or self.step_s is None or self.setup_s is None or setup_s is None:
             return {}
@@ -227,12 +251,13 @@ def tuned_yaml(result: ScriptResult) -> str:
 
 
 def write_result(result: ScriptResult, folder: Path) -> None:
-    """Leave tune.json and report.html, and tuned.yaml and tuned.patch where something was found."""
+    """Write tune.json and report.html, and tuned.yaml and tuned.patch if something was found."""
     folder.mkdir(parents=True, exist_ok=True)
     tuned = folder / TUNED_NAME
-    plain = result.to_json(str(tuned))
+    result.folder = folder
+    plain = result.to_dict()
     (folder / "tune.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
-    (folder / "report.html").write_text(render_tune(plain, str(tuned)), encoding="utf-8")
+    (folder / REPORT_NAME).write_text(render_tune(plain, str(tuned)), encoding="utf-8")
     for path, text in ((tuned, tuned_yaml(result) if result.changes else None), (folder / PATCH_NAME, result.patch)):
         path.unlink(missing_ok=True)
         if text is not None:
@@ -240,7 +265,7 @@ def write_result(result: ScriptResult, folder: Path) -> None:
 
 
 def plan_in_words(script: Path, arguments: Sequence[str], folder: Path, budget_s: float, refused: str | None) -> str:
-    """What a search would do, without doing it."""
+    """Describe what a search would do, without doing it."""
     apart = (
         "Each trial runs in namespaces of its own: what it writes or deletes is gone at its end, and it has no network."
         if refused is None

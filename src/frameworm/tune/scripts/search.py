@@ -1,8 +1,8 @@
-"""Looks for the switches that make a user's script faster: what may help here is tried, timed in turns, and proved.
+"""Searches for the switches that make a user's script faster: each is tried, timed in turns, and proved.
 
-Trials are processes of the script. Two of them are timed window by window, the best so far and the one with a change;
-they take turns over the same steps. What is faster then goes on from states of the script as it is, step for step, and
-must compute the same.
+Trials are processes of the script. Two of them are timed window by window, the best so far and the one with a change,
+taking turns over the same steps. A change that is faster is then run from states of the unchanged script, step by step,
+and must compute the same.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from frameworm.tune.scripts.source import as_diff
 from frameworm.tune.scripts.trials import ScriptTrials
 
 _FEW_STEPS = (2, 3, 4, 5)
-LEAST_STEPS = 12  # fewer cannot be timed and compared
+LEAST_STEPS = 12  # fewer steps cannot be timed and compared
 _PAIRS, _SCREENING = 10, 4
-# A smaller gain is not worth a change; one below the larger is looked for in further pairs of processes.
+# A gain below the first is not worth a change; one below the second must be confirmed in further pairs of processes.
 LEAST_GAIN, _LARGE_GAIN = 0.02, 0.06
 _FURTHER_PAIRS = 2
 _WINDOW_S = 0.3
 _LEAD_IN = 2
 _RESTARTS = 3
-_WAYS_TO_COMPILE = ("cuda_graphs", "compile_blocks", "compile")  # the first that may be; blocks start sooner than all
-_STARTS_COMPILED = 1.5  # the first start compiles, the others find it
+_WAYS_TO_COMPILE = ("cuda_graphs", "compile_blocks", "compile")  # by preference; blocks compile faster than all
+_STARTS_COMPILED = 1.5  # the first start compiles, later ones find it cached
 _MOST_AT_ONCE = 7  # two that are timed, and five that are compared
 _USUALLY_MUCH = 0.1
 _WARM_STEPS = 4
 _LOOK_S = 2.0
-# What the last trial may take beyond the budget.
+# Fraction of the budget by which the last trial may exceed it.
 _OVER = 0.1
-# A patch may be so much slower than the switches, by the upper end of what was measured.
+# The patch may be slower than the switches by this factor, at the upper end of the interval.
 _AS_FAST = 0.98
 
 
@@ -55,15 +55,15 @@ class ScriptSearch:
 
     Args:
         script: The Python file.
-        arguments: What follows it.
-        folder: Where trials and results go.
-        budget_s: What all of it may take.
-        module: Its name where it runs as with `python -m`.
-        isolated: Trials write nothing that stays.
-        ranks: Of a script of several processes the variables of each, where they differ from this process's.
-        knobs: What is tried.
+        arguments: The script's arguments.
+        folder: Folder for trials and results.
+        budget_s: Time limit of the whole search.
+        module: Module name, if it runs as with `python -m`.
+        isolated: Keep trials from writing anything permanent.
+        ranks: For a script of several processes, the environment variables of each that differ from this process's.
+        knobs: What to try.
         allowed: Names of `CONSENTS`, for knobs that only the user can judge.
-        tell: Is told what goes on.
+        tell: Called with progress messages.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ScriptSearch:
         self._script, self._all_knobs, self._allowed = script, knobs, allowed
         self._tell_plainly, self._began = tell, time.monotonic()
         self._budget_s, self._ends = budget_s, self._began + budget_s
-        self._trial_s = 0.0  # what a start takes
+        self._trial_s = 0.0  # duration of a start
         self._step_s = 0.1
         self._setup_s = 0.0
         self._module = module
@@ -97,7 +97,7 @@ class ScriptSearch:
         self._comparing = Comparing(self._trials)
 
     def run(self) -> ScriptResult:
-        """Search until nothing is left to try, or the time is over."""
+        """Search until nothing is left to try, or the time is up."""
         result = self.result
         try:
             self._tell("running the script as it is")
@@ -118,16 +118,16 @@ class ScriptSearch:
                 result.stopped = NOT_REPEATABLE
                 break
             if result.switches.cuda_graphs and knob.changes(result.facts).keys() & set(_WAYS_TO_COMPILE):
-                continue  # it is compiled already
+                continue  # it is already compiled
             if knob.changes(result.facts).keys() <= result.changes.keys():
-                continue  # it was found with another value
+                continue  # another value was accepted
             if not self._has_time(knob):
                 result.stopped = f"the rest of the budget of {self._budget_s:.0f} s is too short for more"
                 result.attempts.append(ScriptAttempt(knob.changes(result.facts), "skipped", result.stopped))
                 continue
             self._try(knob)
         for knob in self._undecided(knobs):
-            if self._has_time(knob):  # on a busy machine more windows may tell
+            if self._has_time(knob):  # on a busy machine more windows may decide it
                 self._try(knob, 2 * _PAIRS)
         if len(result.accepted) > 1:
             self._prove_whole(result.accepted[-1].proof)
@@ -139,10 +139,10 @@ class ScriptSearch:
         return result
 
     def check(self, switches: Switches, facts: Mapping[str, Any]) -> str | None:
-        """Compare a few of the script's first steps with and without switches; what differs, or None.
+        """Compare a few of the script's first steps with and without switches; returns what differs, or None.
 
         Args:
-            switches: What was found.
+            switches: The switches that were found.
             facts: What was known about the script then.
         """
         self.result.facts = dict(facts)
@@ -159,13 +159,13 @@ class ScriptSearch:
     def _tell(self, text: str) -> None:
         self._tell_plainly(f"[{time.monotonic() - self._began:.0f} of {self._budget_s:.0f} s] {text}")
 
-    # What the script is
+    # Inspecting the script
 
     def _look(self) -> list[ScriptKnob]:
         try:
             facts = self._seen_alone()
         except TrainsElsewhereError as found:
-            # Beside each other they would meet at the port that the script names, unless each has a network of its own.
+            # Side by side they would use the same port that the script sets, unless each has its own network.
             if not (found.world_size and self.result.isolated):
                 raise
             self._tell(f"it trains in {found.world_size} processes that it starts itself; running it again with them")
@@ -178,7 +178,7 @@ class ScriptSearch:
         return self._knobs()
 
     def _seen_alone(self) -> dict[str, Any]:
-        """What is known about the script after a run of it as it is."""
+        """Facts about the script, from a run of it unchanged."""
         began = time.monotonic()
         with self._trials.start(Switches(), "first") as process:
             stand = self._stands(process)
@@ -192,7 +192,7 @@ class ScriptSearch:
             assert timed.seconds is not None
             self._step_s = timed.seconds / (LEAST_STEPS - stand.done)
             share = timed.wait_s / timed.seconds
-            try:  # a script that is over soon should be known as such
+            try:  # find out if the script ends soon
                 process.go(math.ceil(_LOOK_S / self._step_s))
             except ScriptEndedError as ended:
                 self._trials.total = ended.steps
@@ -208,7 +208,7 @@ class ScriptSearch:
             raise (_too_short(ended.steps) if ended.steps else ended) from None
 
     def _knobs(self) -> list[ScriptKnob]:
-        """What may help this script, the most promising first; what cannot is written down with its reason."""
+        """The knobs that may help this script, most promising first; the others are recorded with the reason."""
         facts, found = self.result.facts, []
         for knob in self._all_knobs:
             why_not = knob.why_not(facts)
@@ -223,7 +223,7 @@ class ScriptSearch:
     # One change
 
     def _undecided(self, knobs: Sequence[ScriptKnob]) -> list[ScriptKnob]:
-        """Those that may be faster, for all that the noise has left open."""
+        """Knobs that may be faster, as far as the noise allows to say."""
         result = self.result
         if result.stopped == NOT_REPEATABLE:
             return []
@@ -250,7 +250,7 @@ class ScriptSearch:
             with self._comparing.beside(2, candidate, likely=likely) as finish:
                 windows = self._time_well(result.switches, candidate, finish, pairs)
             gain = prove(windows, None, minimum_gain=LEAST_GAIN)
-            if gain.checks[0].passed is not True:  # whatever it computes
+            if gain.checks[0].passed is not True:  # then it does not matter what it computes
                 attempt.proof, attempt.reason = gain, gain.checks[0].detail
                 attempt.status = "inconclusive" if gain.checks[0].passed is None else "rejected"
             else:
@@ -264,7 +264,7 @@ class ScriptSearch:
         self._tell(f"{attempt.label}: {attempt.status}, {attempt.reason}")
 
     def _prove_whole(self, last: Proof | None) -> None:
-        """All that was accepted beside the script as it is; that it computes the same was shown with the last."""
+        """Time all accepted changes against the unchanged script; the last proof showed that they compute the same."""
         self._tell("timing all changes together")
         try:
             windows = self._time_both(Switches(), self.result.switches, screening=False)
@@ -278,12 +278,12 @@ class ScriptSearch:
         self.result.total = replace(last, speedup=timed.speedup, checks=timed.checks[:1] + last.checks[1:])
 
     def _write_patch(self) -> None:
-        """The changes as a diff of the script, or those of them that can be written, if that is proved."""
+        """Write the changes as a diff of the script, or those that can be written, if that is proved."""
         result, text = self.result, self._script.read_bytes().decode("utf-8")
         whole = write_changes(text, result.changes, result.facts)
         ways = [whole]
         if "workers" in whole.changes and len(whole.changes) > 1:
-            # A process of the script's own may draw other samples than one that continues its random numbers.
+            # Loader processes added in the script may draw other samples than one that continues its random numbers.
             fewer = {name: value for name, value in whole.changes.items() if name != "workers"}
             ways.append(write_changes(text, fewer, result.facts))
         left = whole.left
@@ -297,10 +297,10 @@ class ScriptSearch:
             result.no_patch = result.no_patch or why_not
 
     def _why_not_offered(self, written: Written, *, is_whole: bool) -> str | None:
-        """Run a patched script; None if it may be offered.
+        """Run a patched script; returns None if the patch may be offered.
 
-        With all changes in it it must be as fast as they are from outside. With some of them it must be proved faster
-        than the script as it is.
+        With all changes it must be as fast as the switches set from outside. With some of them it must be proved faster
+        than the unchanged script.
         """
         if not written.changes:
             return "; ".join(f"{name}: {reason}" for name, reason in written.left.items())
@@ -329,9 +329,9 @@ class ScriptSearch:
         return None
 
     def _time_well(self, before: Switches, after: Switches, starting: Callable[[], None], pairs: int) -> list[Window]:
-        """Windows of one pair of processes, and of further pairs where one shows a small gain.
+        """Windows of one pair of processes, and of further pairs if the first shows a small gain.
 
-        Two processes that do the same may differ by a percent or two for as long as they live.
+        Two identical processes may differ by a percent or two throughout their lives.
         """
         windows = self._time_both(before, after, starting=starting, pairs=pairs)
         for _ in range(_FURTHER_PAIRS):
@@ -339,7 +339,7 @@ class ScriptSearch:
             if gain.checks[0].passed is not True or (gain.speedup is not None and gain.speedup.low > 1 + _LARGE_GAIN):
                 break
             if time.monotonic() + self._trial_s + 2 * _SCREENING * _WINDOW_S > self._ends:
-                return []  # nobody can tell whether it was the process or the change
+                return []  # it cannot be decided whether it was the process or the change
             again = self._time_both(before, after, pairs=_SCREENING)
             further = speedup_of(again)
             if further is None or further.value < 1 + LEAST_GAIN:
@@ -357,15 +357,15 @@ class ScriptSearch:
         pairs: int = _PAIRS,
         starting: Callable[[], None] = lambda: None,
     ) -> list[Window]:
-        """Windows of both in turns; few where they show already that nothing is gained.
+        """Windows of both sides in turns; only a few if they show already that nothing is gained.
 
         Args:
-            before: Of one side.
-            after: Of the other.
-            screening: End early where nothing is gained.
-            source: What the other side runs in place of the script.
-            pairs: Of windows.
-            starting: Waits for what else is starting, before anything is timed.
+            before: Switches of one side.
+            after: Switches of the other.
+            screening: End early if nothing is gained.
+            source: Source that the other side runs in place of the script.
+            pairs: Number of windows per side.
+            starting: Waits for other processes that are starting, before anything is timed.
         """
         if not self._trials.fit_together(2):
             return self._time_apart(before, after, source, pairs)
@@ -380,7 +380,7 @@ class ScriptSearch:
                 ]
                 try:
                     stands = [process.stand() for _, process in sides]
-                    self._setup_s = max(self._setup_s, stands[1].age_s)  # later starts find what was compiled
+                    self._setup_s = max(self._setup_s, stands[1].age_s)  # later starts use the compile cache
                     if source is None and forget_options(after, self.result.facts, stands[1].facts):
                         restarts -= 1
                         continue
@@ -406,7 +406,7 @@ class ScriptSearch:
         return windows
 
     def _time_apart(self, before: Switches, after: Switches, source: str | None, pairs: int) -> list[Window]:
-        """Windows of both, one process after the other, where the machine has no room for two."""
+        """Windows of both sides, one process after the other, if the machine has no room for two."""
         windows: list[Window] = []
         lead_in = _LEAD_IN + 2 * max(before.workers, after.workers)
         for turn in range(2):
@@ -431,29 +431,29 @@ class ScriptSearch:
         wanted = max(4, math.ceil(_WINDOW_S / self._step_s))
         if self._trials.total is None:
             return wanted
-        # A script that is over soon is started again; a start should give half of the pairs.
+        # A script that ends soon is started again; one start should yield half of the pairs.
         return max(2, min(wanted, 2 * (self._trials.total - LEAST_STEPS) // _PAIRS - lead_in))
 
     def _compare(self, candidate: Switches, **how: Any) -> Evidence:
         return self._comparing.compare(candidate, **how)
 
     def _patch_s(self) -> float:
-        """What it takes to try a patch."""
+        """Time needed to try a patch."""
         starts = 2 if self._trials.can_overlap(_MOST_AT_ONCE) else 3
         return starts * self._trial_s + 2 * _PAIRS * _WINDOW_S
 
     def _has_time(self, knob: ScriptKnob) -> bool:
-        """Whether a trial and its proof end in time, as far as is known."""
+        """Whether a trial and its proof should end in time."""
         starts = 2 if self._comparing.has_led or self._trials.can_overlap(_MOST_AT_ONCE) else 5
         starts += self._trials.draws_differently(Switches().having(knob.changes(self.result.facts)))
         needs_s = starts * self._trial_s + _STARTS_COMPILED * knob.setup_s + 2 * _PAIRS * _WINDOW_S
-        if self.result.accepted:  # what was found is to become a patch
+        if self.result.accepted:  # keep time for the patch
             needs_s += self._patch_s()
         return time.monotonic() + needs_s < self._ends
 
 
 def _leap(knobs: Sequence[ScriptKnob], facts: Mapping[str, Any]) -> ScriptKnob | None:
-    """On a GPU all that usually brings much as one change: one trial and one proof instead of one each."""
+    """On a GPU, combine all changes with a large usual gain into one, which needs only one trial and one proof."""
     usual = [knob for knob in knobs if knob.gain(facts) >= _USUALLY_MUCH]
     ways = [name for name in _WAYS_TO_COMPILE if any(name in knob.changes(facts) for knob in usual)]
     usual = [knob for knob in usual if not knob.changes(facts).keys() & set(ways[1:])]
@@ -468,13 +468,13 @@ def _too_short(steps: int) -> ScriptError:
 
 
 def _relative(script: Path) -> str:
-    """As it is called from where the command was typed."""
+    """The script's path as typed, relative to the working directory."""
     path = _from_here(script)
     return script.name if path.is_absolute() else path.as_posix()
 
 
 def _from_here(script: Path) -> Path:
-    """Its path from where the command was typed, if it lies below."""
+    """Its path relative to the working directory, if it is below it."""
     try:
         return script.absolute().relative_to(Path.cwd())
     except ValueError:

@@ -1,6 +1,6 @@
-"""A script's text and its syntax tree: finds calls and statements in it, and writes changes at their places.
+"""A script's text and syntax tree: finds calls and statements, and writes changes in their place.
 
-Changes are spans of the text as it was read, so what is written at one place moves no other.
+Changes are spans of the original text, so that one change does not move another.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _BODIES = ("body", "orelse", "finalbody")
 
 
 class NoPatchError(Exception):
-    """There is no place in the script to write a change; the message says why."""
+    """The change has no place in the script; the message says why."""
 
 
 class Span(NamedTuple):
-    """Text in place of some bytes of the source; nothing is replaced where both ends are the same."""
+    """Text that replaces some bytes of the source; it is inserted if both ends are equal."""
 
     start: int
     end: int
@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 
 class Keyword(NamedTuple):
-    """An argument of a call by its name; one that is there gets the value."""
+    """A keyword argument of a call, added or given a new value."""
 
     call: ast.Call
     name: str
@@ -61,52 +61,52 @@ class Source:
     # Finding
 
     def calls_at(self, line: int, *names: str) -> list[ast.Call]:
-        """The calls that a line is part of, by the last part of their name where names are given."""
+        """The calls that a line is part of, optionally only those with one of these last names."""
         there = [node for node in self._calls if node.lineno <= line <= _last_line(node)]
         return [node for node in there if not names or last_name(node.func) in names]
 
     def call_that_makes(self, line: int, kind: str) -> ast.Call | None:
-        """The call at a line that makes an object of a class: by its name, or as classes are named, or around all."""
+        """The call at a line that creates an object: by its class name, else a capitalised one, else the outermost."""
         calls = self.calls_at(line)
         named = [node for node in calls if last_name(node.func) == kind]
         like_classes = [node for node in calls if last_name(node.func)[:1].isupper()]
         return max(named or like_classes or calls, key=lambda node: (node.lineno, -self.start(node)), default=None)
 
     def calls_of(self, function: str) -> list[ast.Call]:
-        """All calls of an imported function, under whatever name it was imported, in the order of the text."""
+        """All calls of an imported function, also under another name, in the order of the text."""
         imported = [node for node in ast.walk(self.tree) if isinstance(node, ast.ImportFrom)]
         names = {item.asname or item.name for node in imported for item in node.names if item.name == function}
         found = [node for node in self._calls if _name_of(node.func) in names or _is_attribute(node.func, function)]
         return sorted(found, key=self.start)
 
     def statement_of(self, node: ast.AST) -> ast.stmt:
-        """The innermost statement that a node is part of."""
+        """The innermost statement that contains a node."""
         while not isinstance(node, ast.stmt):
             node = self._parents[node]
         return node
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
-        """What a node is part of, from the inside out."""
+        """The nodes that contain a node, innermost first."""
         while node in self._parents:
             node = self._parents[node]
             yield node
 
     def parent(self, node: ast.AST) -> ast.AST:
-        """What a node is directly part of."""
+        """The node that directly contains a node."""
         return self._parents[node]
 
     def block_of(self, statement: ast.stmt) -> list[ast.stmt]:
-        """The statements that a statement is one of."""
+        """The block of statements that contains a statement."""
         parent = self._parents[statement]
         blocks = [getattr(parent, name, []) for name in _BODIES]
         return next(block for block in blocks if isinstance(block, list) and statement in block)
 
     def statement_at(self, line: int, block: Sequence[ast.stmt]) -> ast.stmt | None:
-        """Of some statements the one that a line is part of."""
+        """The one of these statements that a line is part of."""
         return next((item for item in block if item.lineno <= line <= _last_line(item)), None)
 
     def statements_around(self, node: ast.AST) -> list[ast.stmt]:
-        """The statements that a node is part of in one function, from the inside out."""
+        """The statements in the same function that contain a node, innermost first."""
         found = []
         for item in self.ancestors(node):
             if isinstance(item, _SCOPES):
@@ -116,18 +116,18 @@ class Source:
         return found
 
     def scope_of(self, node: ast.AST) -> ast.AST:
-        """The function that a node is part of, or the whole script."""
+        """The function that contains a node, or the whole script."""
         return next((item for item in self.ancestors(node) if isinstance(item, _SCOPES)), self.tree)
 
     def statement_that_names(self, name: str, line: int) -> ast.stmt | None:
-        """The last statement that gives a name its value: in the function that a line is part of, or elsewhere.
+        """The last statement that assigns a name: in the function that contains a line, or elsewhere.
 
-        Loops usually hand a name on, so what they assign counts only where nothing else does. Of an `if` that only
-        assigns the name, it is the whole.
+        Loops usually pass a name on, so assignments in them count only if there are no others. If the assignment is
+        inside an `if` that only assigns the name, the whole `if` is returned.
         """
         found = [node for node in ast.walk(self.tree) if isinstance(node, (ast.Assign, ast.AnnAssign))]
         found = [node for node in found if any(_name_of(target) == name for target in _targets(node))]
-        if name.startswith("self."):  # another class may have an attribute of that name
+        if name.startswith("self."):  # another class may have an attribute of the same name
             found = [node for node in found if self._is_in_class(node, line)] or found
         here = [node for node in found if (scope := self.scope_of(node)) is self.tree or _covers(scope, line)]
         once = [node for node in here or found if not self._is_in_loop(node)]
@@ -139,7 +139,7 @@ class Source:
         return last
 
     def _is_in_class(self, node: ast.AST, line: int) -> bool:
-        """Whether a node is part of a class that a line is part of, too."""
+        """Whether a node is in a class that also contains a line."""
         return any(isinstance(item, ast.ClassDef) and _covers(item, line) for item in self.ancestors(node))
 
     def _is_in_loop(self, node: ast.AST) -> bool:
@@ -160,18 +160,18 @@ class Source:
         return None
 
     def attribute_of_iterated(self, *attributes: str) -> ast.Attribute | None:
-        """Where one of these is read from something that the script loops over; None: nowhere."""
+        """Where one of these attributes is read from something that the script loops over; None if nowhere."""
         loops = [
             node.iter for node in ast.walk(self.tree) if isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension))
         ]
         named = [node for loop in loops for node in ast.walk(loop) if isinstance(node, (ast.Name, ast.Attribute))]
-        # Of `self.loader` that whole, not `self`.
+        # For `self.loader` the whole expression, not `self`.
         iterated = {_name_of(node) for node in named if not isinstance(self._parents[node], ast.Attribute)} - {""}
         read = [node for node in ast.walk(self.tree) if isinstance(node, ast.Attribute) and node.attr in attributes]
         return next((node for node in read if _name_of(node.value) in iterated), None)
 
     def words(self) -> set[str]:
-        """Names of arguments and texts that the script holds anywhere."""
+        """All keyword names and strings in the script."""
         found = {node.arg for node in ast.walk(self.tree) if isinstance(node, ast.keyword) and node.arg}
         return found | {
             node.value for node in ast.walk(self.tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
@@ -193,7 +193,7 @@ class Source:
         )
 
     def defined(self) -> set[str]:
-        """Names of the classes and imports at the top of the script."""
+        """Names of the classes and imports at the top level of the script."""
         imported = [
             item.asname or item.name
             for node in self.tree.body
@@ -206,18 +206,18 @@ class Source:
         """The text of an expression."""
         return self._bytes[self.start(node) : self.end(node)].decode()
 
-    # Places
+    # Positions
 
     def start(self, node: ast.expr | ast.stmt | ast.keyword) -> int:
-        """Where a node begins, in bytes."""
+        """The start of a node, in bytes."""
         return self._rows[node.lineno - 1] + node.col_offset
 
     def end(self, node: ast.expr | ast.stmt | ast.keyword) -> int:
-        """Where it ends."""
+        """The end of a node, in bytes."""
         return self._rows[_last_line(node) - 1] + (node.end_col_offset or 0)
 
     def indent_of(self, statement: ast.stmt) -> str:
-        """The blanks before a statement."""
+        """The indentation of a statement."""
         return (
             " " * statement.col_offset
             if "\t" not in self._row(statement.lineno)
@@ -230,11 +230,11 @@ class Source:
     # Writing
 
     def behind(self, statement: ast.stmt, *lines: str) -> Span:
-        """Lines after a statement, as deep as it."""
+        """Insert lines after a statement, with its indentation."""
         return self._lines(_last_line(statement) + 1, self.indent_of(statement), lines)
 
     def before(self, statement: ast.stmt, *lines: str) -> Span:
-        """Lines before a statement, as deep as it."""
+        """Insert lines before a statement, with its indentation."""
         first = min([statement.lineno, *(item.lineno for item in getattr(statement, "decorator_list", ()))])
         return self._lines(first, self.indent_of(statement), lines)
 
@@ -245,18 +245,18 @@ class Source:
         return Span(at, at, self._newline + text if lacks_newline else text)
 
     def instead(self, node: ast.expr | ast.keyword, text: str) -> Span:
-        """Something else in place of an expression or an argument."""
+        """Replace an expression or an argument."""
         return Span(self.start(node), self.end(node), text)
 
     def without(self, statement: ast.stmt) -> Span:
-        """The source without the lines of a statement."""
+        """Remove the lines of a statement."""
         return Span(self._rows[statement.lineno - 1], min(self._rows[_last_line(statement)], len(self._bytes)), "")
 
     def under(self, line: str, statements: Sequence[ast.stmt]) -> list[Span]:
-        """Some statements in a row as the block of a line such as `with ...:`.
+        """Put consecutive statements into the block of a line such as `with ...:`.
 
         Raises:
-            NoPatchError: A text in them goes over several lines, and would be another one.
+            NoPatchError: They contain a multi-line string, which indenting would change.
         """
         for node in (node for item in statements for node in ast.walk(item)):
             if isinstance(node, (ast.JoinedStr, ast.Constant)) and node.lineno != _last_line(node):
@@ -267,7 +267,7 @@ class Source:
         return [Span(at, at, _DEEPER if at != starts[0] else opening + _DEEPER) for at in starts]
 
     def after_imports(self) -> ast.stmt:
-        """The statement at the top behind which a library can be set up: its import, with those that follow."""
+        """The top-level statement after which a library can be set up: its import, with the imports that follow."""
         body = self.tree.body
         places = [place for place, node in enumerate(body) if isinstance(node, (ast.Import, ast.ImportFrom))]
         if not places:
@@ -279,14 +279,14 @@ class Source:
         return body[last]
 
     def at_the_top(self, *lines: str) -> list[Edit]:
-        """Lines that set a library up, behind its import and a blank line."""
+        """Insert lines that set up a library after its import and a blank line."""
         place = self.after_imports()
         return [self.behind(place, ""), self.behind(place, *lines)]
 
     def names_from(self, module: str, *names: str) -> tuple[list[str], list[Edit]]:
-        """What names of a module are called in the script, and what must be written for that.
+        """The names of a module's objects in the script, and the edits needed for that.
 
-        They join an import of others from there; without one they are reached through the package.
+        They are added to an existing import from that module; if there is none they are accessed through the package.
         """
         imports = [node for node in self.tree.body if isinstance(node, ast.ImportFrom) and node.module == module]
         if not imports:
@@ -297,7 +297,7 @@ class Source:
         return [known.get(name, name) for name in names], edits
 
     def _joining(self, statement: ast.ImportFrom, name: str) -> Span:
-        """One more name of an import, in the order of the alphabet where the others are."""
+        """Add a name to an import, in alphabetical order if the others are."""
         others = statement.names
         later = next((item for item in others if item.name > name), None)
         if later is not None and [item.name for item in others] == sorted(item.name for item in others):
@@ -307,7 +307,7 @@ class Source:
         return Span(at, at, f", {name}")
 
     def name_of_module(self, module: str) -> tuple[str, list[Edit]]:
-        """What a module is called in the script, and what must be written for it to have that name."""
+        """The name of a module in the script, and the edits needed to import it."""
         imports = [node for node in self.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
         for node in imports:
             for item in node.names if isinstance(node, ast.Import) else ():
@@ -326,7 +326,7 @@ class Source:
         return module, [self.behind(group[-1], line) if group else self.before(plain[0], line)]
 
     def written(self, edits: Sequence[Edit]) -> str:
-        """The script with changes in it."""
+        """The script with the edits applied."""
         keywords: dict[ast.Call, dict[str, str]] = {}
         for edit in edits:
             if isinstance(edit, Keyword):
@@ -335,7 +335,7 @@ class Source:
         for call, wanted in keywords.items():
             spans += self._arguments(call, wanted)
         left_out = [span for span in spans if span.end > span.start and not span.text]
-        # Nothing is written into what is left out.
+        # Nothing is inserted into removed text.
         spans = [
             span
             for span in spans
@@ -349,7 +349,7 @@ class Source:
             )
         ]
         pieces, at = [], 0
-        # Stable, in the order of the changes; whole lines come before what belongs to the line that follows.
+        # A stable sort, in the order of the edits; whole lines come before text that belongs to the following line.
         for span in sorted(spans, key=lambda span: (span.start, span.end, not span.text.endswith("\n"))):
             if span.start < at:
                 raise NoPatchError("two changes meet at one place")
@@ -363,7 +363,7 @@ class Source:
         return after
 
     def _arguments(self, call: ast.Call, wanted: Mapping[str, str]) -> list[Span]:
-        """New values of a call's arguments, and more behind the last; on lines of their own where all are."""
+        """Change a call's arguments and append new ones, on separate lines if the others are."""
         there = {item.arg: item for item in call.keywords if item.arg is not None}
         spans = [
             Span(self.start(there[name].value), self.end(there[name].value), value)
@@ -377,7 +377,7 @@ class Source:
         if not arguments:
             return [*spans, Span(self.end(call) - 1, self.end(call) - 1, ", ".join(new))]
         last = max(arguments, key=self.end)
-        if isinstance(last, ast.GeneratorExp) and self.end(last) == self.end(call):  # it shares the call's brackets
+        if isinstance(last, ast.GeneratorExp) and self.end(last) == self.end(call):  # it shares the call's parentheses
             return [
                 Span(self.start(last), self.start(last), "("),
                 Span(self.end(call), self.end(call), f", {', '.join(new)})"),
@@ -393,19 +393,19 @@ class Source:
         return [*spans, *comma, lines]
 
     def _is_bracketed(self, call: ast.Call, end: int) -> bool:
-        """Whether the bracket behind an argument is its own, not the call's."""
+        """Whether the parenthesis after an argument is its own, not the call's."""
         return self._bytes.index(b")", end) + 1 < self.end(call)
 
 
 def as_diff(before: str, after: str, name: str) -> str:
-    """What `git apply` and `patch -p1` take."""
+    """A diff for `git apply` and `patch -p1`."""
     old, new = (io.StringIO(text, newline="\n").readlines() for text in (before, after))
     lines = difflib.unified_diff(old, new, f"a/{name}", f"b/{name}")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
 def last_name(node: ast.expr) -> str:
-    """Of what is called, also where that is an attribute of an expression."""
+    """The last part of a called name, also for an attribute of an expression."""
     return node.attr if isinstance(node, ast.Attribute) else _name_of(node)
 
 
@@ -415,7 +415,7 @@ def names_in(node: ast.AST) -> set[str]:
 
 
 def names_set_in(node: ast.AST) -> set[str]:
-    """The plain names that get a value in a node."""
+    """The plain names that are assigned in a node."""
     return {item.id for item in ast.walk(node) if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store)}
 
 
@@ -465,7 +465,7 @@ def _package(name: str) -> str:
 
 
 def _group_end(imports: Sequence[ast.stmt]) -> int:
-    """The last line of the first imports, up to a blank line or something else."""
+    """The last line of the first group of imports, up to a blank line or other code."""
     last = _last_line(imports[0])
     for node in imports[1:]:
         if node.lineno != last + 1:

@@ -1,4 +1,4 @@
-"""Starts processes of one script, and knows how many of them fit beside each other."""
+"""Starts processes of one script, and knows how many of them fit side by side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from frameworm.attach.trial.job import Role, TrialJob
+from frameworm.attach.trial.job import Role, ScriptJob
 from frameworm.attach.trial.switches import Switches, through_options
 from frameworm.guard.agreement import ROUNDING_UNITS
 from frameworm.hardware.host import usable_cpus
@@ -16,8 +16,8 @@ from frameworm.tune.processes.process_tree import free_port
 from frameworm.tune.scripts.process import ScriptProcess
 from frameworm.tune.scripts.result import ScriptResult
 
-# Processes run beside each other where these shares of the memory hold them. One takes parameters, gradients and two
-# states of an optimizer, and as much again for the copies.
+# Processes run side by side if they need less than these fractions of memory. Each has parameters, gradients and two
+# optimizer states, and as much again for copies.
 _COPIES_BYTES, _HOST_SHARE, _DEVICE_SHARE = 32, 0.5, 0.8
 _CONTEXT_SHARE = 0.01
 _PORT = 29400
@@ -28,16 +28,16 @@ class ScriptTrials:
 
     Args:
         script: The Python file.
-        arguments: What follows it.
-        place: Folder for what they write; what lies there is gone.
-        ends: Time of `time.monotonic` at which one counts as hung.
-        result: Knows the facts about the script, and counts.
-        module: Its name where it runs as with `python -m`.
-        ranks: See `TrialJob`.
+        arguments: The script's arguments.
+        place: Folder for what they write; its content is deleted first.
+        ends: Time of `time.monotonic` at which a process counts as hung.
+        result: Holds the facts about the script, and counts the trials.
+        module: Module name, if it runs as with `python -m`.
+        ranks: See `ScriptJob`.
 
     Attributes:
-        folders: Where processes write, one for each rank.
-        total: Steps of the script, once it has come to its end.
+        folders: Where processes write, one folder per rank.
+        total: Steps of the script, once it has reached its end.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class ScriptTrials:
         self._make_folders()
 
     def follow_spawned(self, world_size: int) -> None:
-        """The script itself starts so many processes, which train together."""
+        """The script itself starts `world_size` processes, which train together."""
         self._ranks, self._spawned = [{}] * world_size, world_size
         self._make_folders()
 
     def run_as_module(self, name: str | None) -> None:
-        """The script runs as with `python -m` under this name; None: as a file."""
+        """Run the script under this module name, as with `python -m`; None: as a file."""
         self._module = name
 
     def _make_folders(self) -> None:
@@ -84,11 +84,11 @@ class ScriptTrials:
         source: str | None = None,
         draws: int = 0,
     ) -> ScriptProcess:
-        """One process; see `TrialJob`."""
+        """Start one process; see `ScriptJob`."""
         facts = self._result.facts
         self._result.trials += 1
         in_torch, options = through_options(switches, facts)
-        job = TrialJob(
+        job = ScriptJob(
             str(self._script.absolute()),
             self._arguments,
             module=self._module,
@@ -105,35 +105,35 @@ class ScriptTrials:
             isolated=self._result.isolated,
             ranks=self._ranks,
             spawned=self._spawned > 0,
-            # Where trials have a network of their own, every port of it is free.
+            # Isolated trials have their own network, in which every port is free.
             port=(_PORT if self._result.isolated else free_port()) if self._ranks else 0,
         )
         return ScriptProcess(job, self._place / "processes", self._ends)
 
     def unit(self, switches: Switches) -> float:
-        """Unit of rounding of what the script computes with."""
+        """Rounding unit of the precision in which the script computes."""
         facts = self._result.facts
         if facts["half"] or switches.autocast != "off":
             return ROUNDING_UNITS["bf16"]
         return ROUNDING_UNITS["tf32" if facts["device"] == "cuda" and (facts["tf32"] or switches.tf32) else "fp32"]
 
     def draws_differently(self, switches: Switches) -> bool:
-        """Whether other kernels than the script's may draw its random numbers; several processes are not looked at."""
+        """Whether other kernels than the script's may draw its random numbers; not checked for several processes."""
         return switches.compiles and bool(self._result.facts["draws"]) and not self._ranks
 
     def options_of(self, switches: Switches) -> str:
-        """What of the switches is set through the script's framework, as text to compare."""
+        """The switches that are set through the script's framework, as text to compare."""
         return repr(through_options(switches, self._result.facts))
 
     def fit_together(self, count: int) -> bool:
-        """Whether memory holds so many processes of the script beside each other."""
+        """Whether `count` processes of the script fit into memory."""
         facts = self._result.facts
         host_bytes = _COPIES_BYTES * facts["parameters"] * count * len(self.folders)
         device_share = count * ((facts.get("device_memory_share") or 0.0) + _CONTEXT_SHARE)
         return host_bytes < _HOST_SHARE * psutil.virtual_memory().available and device_share < _DEVICE_SHARE
 
     def can_overlap(self, count: int) -> bool:
-        """Whether so many processes start as quickly beside each other as one alone."""
+        """Whether `count` processes start side by side as quickly as one alone."""
         return count * len(self.folders) <= usable_cpus() and self.fit_together(count)
 
     def remove(self) -> None:

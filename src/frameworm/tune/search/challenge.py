@@ -1,4 +1,4 @@
-"""The best config so far, and how a candidate is held against it: a trial first, then a proof."""
+"""The best config so far, and how candidates challenge it: first by a trial, then by a proof."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from frameworm.tune.knobs.context import Context, apply_changes, setting_of
 from frameworm.tune.search.journal import Journal
 from frameworm.tune.search.ledger import BudgetSpentError, Ledger
 from frameworm.tune.search.result import Accepted, Attempt, Progress, Status, Tell, TuneResult, trade_off, was_checked
-from frameworm.tune.trials.longer import Longer
 from frameworm.tune.trials.outcomes import ProofResult, TrialResult, rounding_unit
+from frameworm.tune.trials.quality_check import QualityChecker
 from frameworm.tune.trials.windows import DISTURBED
 
-# A first window this many times as slow as the best ends a trial.
+# A trial ends after a first window that is slower than the best by this factor.
 CLEARLY_WORSE = 1.25
 WANTS_CHECK = "needs a quality check"
-# What would take a larger share of the budget for its quality check waits until all else was tried.
+# A quality check that needs a larger fraction of the budget waits until everything else was tried.
 MOST_OF_BUDGET = 0.8
-# Where a proof takes more of the budget than this, changes are taken by their trials and proved together at the end.
+# If a proof takes more of the budget than this, changes are accepted by their trials and proved together at the end,
 MOST_FOR_PROOF = 1 / 10
-# Unless their trials leave in doubt whether they gain so much.
+# unless their trials leave it in doubt whether they gain this much.
 _WORTH_PROOF = 0.05
 _PUT_OFF = "to be proved with the rest"
 
@@ -33,13 +33,13 @@ class Challenge:
     """Holds the best config so far and lets candidates challenge it.
 
     Args:
-        context: The config to start from, the machine and the workload.
-        ledger: Makes trials and proofs.
-        journal: Where the summary is written.
-        allow_approximate: Candidates may change the mathematics by more than rounding.
-        minimum_gain: The least speedup, less one, that is worth a change.
-        longer: How quality checks are made.
-        tell: Is told before and after everything.
+        context: The initial config, the machine and the workload.
+        ledger: Runs trials and proofs.
+        journal: Writes the summary.
+        allow_approximate: Whether candidates may change numerics by more than rounding.
+        minimum_gain: The least speedup minus one that is worth a change.
+        longer: How quality checks are run.
+        tell: Called with progress before and after everything.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Challenge:
         *,
         allow_approximate: bool = False,
         minimum_gain: float = MINIMUM_GAIN,
-        longer: Longer | None = None,
+        longer: QualityChecker | None = None,
         tell: Tell | None = None,
     ) -> None:
         self.context = context
@@ -62,7 +62,7 @@ class Challenge:
         self._journal = journal
         self._allow_approximate = allow_approximate
         self._minimum_gain = minimum_gain
-        self._longer = longer or Longer()
+        self._longer = longer or QualityChecker()
         self._tell = tell
         self._unpaid: set[str] = set()
 
@@ -79,7 +79,7 @@ class Challenge:
         return self.context.why_not(candidate.changes) or self.ledger.no_time_to_start(setup_s)
 
     def screen(self, candidate: Candidate, why: str) -> tuple[Attempt, TrialResult]:
-        """A trial of a candidate; `inconclusive` means that a proof is worth while."""
+        """Run a trial of a candidate; the status `inconclusive` means that a proof is worthwhile."""
         config = apply_changes(self.context.config, candidate.changes)
         name, trial = self._trial(config, candidate.label)
         attempt = self.add(candidate, "rejected", "", why, trial=name)
@@ -91,7 +91,7 @@ class Challenge:
             attempt.screened = trial.times_as_fast_as(self.best)
             gains = attempt.screened >= 1 + self._minimum_gain / 2
             if not gains and trial.disturbed > DISTURBED:
-                # What is measured in turns decides: other work takes from both sides alike.
+                # A proof decides, because other work on the machine affects both of its sides alike.
                 attempt.status = "inconclusive"
                 attempt.reason = f"{attempt.screened:.3f} x in a trial of which other work took {trial.disturbed:.0%}"
             elif trial.stopped_early:
@@ -107,7 +107,7 @@ class Challenge:
         return attempt, trial
 
     def prove(self, attempt: Attempt, candidate: Candidate, trial: TrialResult, *, at_once: bool = False) -> bool:
-        """Prove a candidate against the best so far, and keep it if that succeeds; `at_once`: whatever it takes."""
+        """Prove a candidate against the best so far, and keep it if that succeeds; `at_once`: whatever it costs."""
         config = apply_changes(self.context.config, candidate.changes)
         if not at_once and self._puts_off(attempt, candidate):
             kept = self._take_for_now(attempt, candidate, config, trial)
@@ -118,7 +118,7 @@ class Challenge:
             outcome = self._prove_step(candidate, config)
         except BudgetSpentError:
             attempt.reason += ", and the budget has no room left for its proof"
-            return False  # but others may be plain to see
+            return False  # others may still be possible
         if outcome.failure is not None or outcome.proof is None:
             attempt.status = "failed"
             attempt.failure = outcome.failure.kind if outcome.failure else "crash"
@@ -146,9 +146,9 @@ class Challenge:
             self.result.trade_offs.append(found)
 
     def _prove_step(self, candidate: Candidate, config: Config) -> ProofResult:
-        """The proof of one more change; time is kept for that of the whole where one is owed, else if there is any.
+        """Prove one more change, keeping time for a final proof if one is due, and otherwise if possible.
 
-        While nothing is accepted, a proof makes do with what is left: all that has been found would be lost without it.
+        While nothing is accepted, a proof may use whatever is left: without it all findings would be lost.
         """
         try:
             reserve = 1 if self.result.accepted else 0
@@ -160,22 +160,22 @@ class Challenge:
         return self.ledger.proof(self.context.config, config, candidate, self.context, last=last)
 
     def _puts_off(self, attempt: Attempt, candidate: Candidate) -> bool:
-        """Whether its proof would take too much of the budget, or there is no time for it beside that of the whole."""
+        """Whether its proof would take too much of the budget, or leave no time for the final proof."""
         time_s, proof_s = self.ledger.budget.time_s, self.ledger.proof_s(attempt.trial)
-        if time_s is None or candidate.mathematics == "more" or self._is_coarser(candidate):
+        if time_s is None or candidate.numerics_effect == "more" or self._is_coarser(candidate):
             return False
         return proof_s > MOST_FOR_PROOF * time_s or not self.ledger.has_room(proof_s, 1)
 
     def _is_coarser(self, candidate: Candidate) -> bool:
-        """Whether it computes in another precision: were that wrong, all that is built on it would be lost with it."""
+        """Whether it computes in a coarser precision: if that is wrong, everything built on it is lost too."""
         after = self.context.having(apply_changes(self.context.config, candidate.changes))
         return rounding_unit(after.resolved) > rounding_unit(self.context.resolved)
 
     def _take_for_now(self, attempt: Attempt, candidate: Candidate, config: Config, trial: TrialResult) -> bool | None:
-        """Keep a candidate whose trial is faster beyond doubt; None: there is doubt, and much to gain."""
+        """Keep a candidate whose trial is clearly faster; returns None if that is in doubt and much may be gained."""
         pairs = zip(self.best.seconds_per_sample, trial.seconds_per_sample)
         gain = speedup_of([item for one, other in pairs for item in (Window("before", one), Window("after", other))])
-        # Trials lie minutes apart, in which a machine may change by a little.
+        # Trials are minutes apart, in which a machine may change slightly.
         if gain is None or gain.low <= 1 + self._minimum_gain:
             if gain is None or gain.value >= 1 + _WORTH_PROOF:
                 return None
@@ -195,11 +195,11 @@ class Challenge:
 
     @property
     def _owes_proof(self) -> bool:
-        """Whether changes were taken that have no proof of their own."""
+        """Whether changes were accepted without a proof of their own."""
         return not all(item.proved_alone for item in self.result.accepted)
 
     def prove_total(self) -> None:
-        """Prove the best config against the first; what does not hold together is taken back from the end."""
+        """Prove the best config against the first; changes that fail together are undone from the end."""
         accepted = self.result.accepted
         while len(accepted) > 1 or self._owes_proof:
             merged = accepted[0].candidate
@@ -239,21 +239,21 @@ class Challenge:
             return outcome
         other = [item for item in self.result.accepted if self.needs_check(item.candidate)]
         if len(other) == 1 and (known := other[0].attempt.proof) is not None and known.quality is not None:
-            # Nothing else changes more than rounding, so what was checked there holds here.
+            # Nothing else changes more than rounding, so the earlier quality check applies.
             detail = next(check.detail for check in known.checks if check.name == QUALITY)
             return ProofResult(with_quality(outcome.proof, True, detail, known.quality), details=outcome.details)
         proof = self._check(outcome.proof, merged, self.start, self.context.config, self.best)
         return ProofResult(proof, details=outcome.details)
 
     def needs_check(self, candidate: Candidate) -> bool:
-        """Whether it changes more than rounding, without leave, and is not the user's own setting again."""
-        if candidate.mathematics != "more" or self._allow_approximate:
+        """Whether it changes more than rounding, is not allowed to, and is not the user's own setting again."""
+        if candidate.numerics_effect != "more" or self._allow_approximate:
             return False
         return any(setting_of(self.start.config, key) != value for key, value in candidate.changes.items())
 
     def _no_check(self, after: TrialResult | None = None, *, last: bool = False) -> str | None:
-        """Why there cannot be a quality check now; without a trial and a proof of the candidate, beside these."""
-        if not self.ledger.checks_longer:
+        """Why a quality check is not possible now; if trial and proof are still to come, their time is added."""
+        if not self.ledger.checks_quality:
             return "needs --allow approximate"
         if not self.context.workload.has_validation:
             return "needs validation data for a quality check, or --allow approximate"
@@ -266,7 +266,7 @@ class Challenge:
         return None
 
     def _check(self, proof: Proof, candidate: Candidate, before: Context, after: Config, trial: TrialResult) -> Proof:
-        """The proof with its quality answered by a quality check, where there can be one."""
+        """The proof, completed by a quality check if one is possible."""
         if not self.needs_check(candidate):
             return with_quality(proof, True, "the config's own setting again")
         refused = self._no_check(trial)
@@ -277,8 +277,8 @@ class Challenge:
         steps = self._longer.steps(before)
         self.report(f"checking the quality of {candidate.label}, about {expected_s:.0f} s")
         try:
-            # One proof is kept back for the value that comes next, or for the whole.
-            outcome = self.ledger.longer_check(
+            # Time for one proof is reserved, for the next value or for the final proof.
+            outcome = self.ledger.quality_check(
                 before.config, after, steps, self._longer, expected_s, candidate.label, reserve=1
             )
         except BudgetSpentError as spent:
@@ -290,7 +290,7 @@ class Challenge:
         return with_quality(proof, judged.passed, judged.detail, outcome.quality)
 
     def _not_paid_back(self, trial: TrialResult) -> str | None:
-        """Why a slower start does not pay over the whole run."""
+        """Why a slower start does not pay off over the whole run."""
         samples = self.result.run_samples
         if samples is None or trial.setup_s is None or self.best.setup_s is None:
             return None
@@ -301,7 +301,7 @@ class Challenge:
         return f"its start takes {more_s:.1f} s more and it saves {saved_s:.1f} s over the whole run"
 
     def measure_start(self) -> TrialResult:
-        """The trial of the config as it is."""
+        """Run the trial of the initial config."""
         _, self.best = self._trial(self.start.config, "the config as it is", racing=False)
         self.result.baseline = self.result.final = self.best
         return self.best
@@ -313,7 +313,7 @@ class Challenge:
         def keep_going(windows: Sequence[float]) -> bool:
             return not racing or not windows or min(windows) <= limit_s
 
-        # Nothing comes of a trial that leaves no time for a proof; but who asks for two trials gets two.
+        # A trial that leaves no time for a proof is useless; but a budget of two trials means two trials.
         timed = racing and self.ledger.budget.time_s is not None and self.ledger.budget.trials is None
         wanted = timed or len(self.result.accepted) > 1
         beside = (self.context.config, self.best) if racing else None
@@ -327,44 +327,44 @@ class Challenge:
         self.result.best, self.result.final = config, trial
 
     def add(self, candidate: Candidate, status: Status, reason: str, why: str, trial: str | None = None) -> Attempt:
-        """Write an attempt down."""
+        """Record an attempt."""
         attempt = Attempt(candidate.knob, candidate.label, dict(candidate.changes), status, reason, why, trial=trial)
         self.result.attempts.append(attempt)
         return attempt
 
     def has_tried(self, candidate: Candidate) -> bool:
-        """Whether these very changes were attempted."""
+        """Whether exactly these changes were attempted."""
         return any(item.changes == candidate.changes for item in self.result.attempts)
 
     def is_accepted(self, knob: Knob) -> bool:
-        """Whether a change of the knob was kept."""
+        """Whether a change of the knob was accepted."""
         return any(knob.name in item.candidate.knob.split("+") for item in self.result.accepted)
 
     def learned_otherwise(self, knob: Knob) -> bool:
-        """Whether a proof found that the knob, alone, changes what is learned; a quality check speaks of one value."""
+        """Whether a proof found that the knob alone changes learning; a quality check only applies to one value."""
         proofs = [item.proof for item in self.result.attempts if item.knob == knob.name and item.proof is not None]
         return any(check.passed is False for proof in proofs for check in proof.checks[1:] if check.name != QUALITY)
 
     def does_not_pay(self, knob: Knob) -> bool:
-        """Whether its start was not paid back where it was faster: there is less to save after every other change."""
+        """Whether its start-up cost was not paid back; after every other change there is less left to save."""
         return knob.setup_s > 0 and knob.name in self._unpaid
 
     def was_refused(self, knob: Knob) -> bool:
-        """Whether the knob, alone, cannot be done here as things stand."""
+        """Whether the knob alone is currently impossible here."""
         found = [item.failure for item in self.result.attempts if item.knob == knob.name]
         return bool(found) and found[-1] in ("capture_refused", "hang", "not_applicable")
 
     def cannot_tell(self, knob: Knob) -> bool:
-        """Whether its gain was proved and its learning left open, as it would be once more."""
+        """Whether its gain was proved but its effect on learning left open, as it would be again."""
         open_ones = [item for item in self.result.attempts if item.knob == knob.name and item.status == "inconclusive"]
         return any(item.proof is not None and item.proof.checks[0].passed for item in open_ones)
 
     def has_failed(self, knob: Knob) -> bool:
-        """Whether a trial or proof of the knob, alone, gave no figure."""
+        """Whether a trial or proof of the knob alone gave no result."""
         return any(item.knob == knob.name and item.status == "failed" for item in self.result.attempts)
 
     def report(self, doing: str) -> None:
-        """Write the summary anew and tell where things stand."""
+        """Rewrite the summary and report progress."""
         self.result.spent_s, self.result.trials = self.ledger.spent_s, self.ledger.made
         self._journal.write_summary(self.result.to_json())
         if self._tell is not None:

@@ -1,9 +1,8 @@
-"""The diary of a search: one JSON line when a trial begins and one when it ends, so that a killed search goes on."""
+"""The journal of a search: one JSON line when a trial begins and one when it ends, so that a search can resume."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 from frameworm.errors import RunFolderError
 from frameworm.records.atomic import open_to_append, replacing, write_atomic
 from frameworm.records.reading import parse_json, read_bytes
+from frameworm.tune.search.found import finite
 
 VERSION = 1
 JOURNAL_NAME = "journal.jsonl"
@@ -18,18 +18,18 @@ SUMMARY_NAME = "tune.json"
 
 
 class Finished(NamedTuple):
-    """A trial or proof that ended: its result in plain values, and the seconds it took."""
+    """A trial or proof that ended: its result as plain values, and its duration in seconds."""
 
     result: dict[str, Any]
     wall_s: float
 
 
 class Journal:
-    """Keeps the ends of trials on disk; without a folder it remembers them for this process only.
+    """Stores finished trials on disk; without a folder only in this process.
 
     Args:
-        folder: Folder of the search, made if it is not there; None: nothing is written.
-        start: Names what is searched. A folder that holds another search is refused.
+        folder: Folder of the search, created if necessary; None: nothing is written.
+        start: Identifies the search. A folder that holds another search is rejected.
 
     Raises:
         RunFolderError: The folder holds another search, or cannot be written.
@@ -57,20 +57,20 @@ class Journal:
         return len(self._finished)
 
     def finished(self, kind: str, name: str) -> Finished | None:
-        """The end of a trial or proof, if there was one."""
+        """The result of a trial or proof, if it was finished."""
         return self._finished.get((kind, name))
 
     def begun(self, kind: str, name: str) -> int:
-        """How often it was begun without an end: it may be what killed the search."""
+        """How often it was started without finishing: it may be what killed the search."""
         return self._begun.get((kind, name), 0)
 
     def begin(self, kind: str, name: str, label: str) -> None:
-        """To be called before a trial or proof."""
+        """Record the start of a trial or proof."""
         self._begun[kind, name] = self.begun(kind, name) + 1
         self._write({"event": "begin", "kind": kind, "id": name, "label": label})
 
     def end(self, kind: str, name: str, result: dict[str, Any], wall_s: float) -> None:
-        """To be called after it; once this returns it is never repeated."""
+        """Record its end; after this it is never repeated."""
         self._finished[kind, name] = Finished(result, wall_s)
         self._begun.pop((kind, name), None)
         self._write({"event": "end", "kind": kind, "id": name, "wall_s": wall_s, "result": result})
@@ -78,10 +78,10 @@ class Journal:
     def write_summary(self, values: dict[str, Any]) -> None:
         """Replace `tune.json`."""
         if self.folder is not None:
-            write_atomic(self.folder / SUMMARY_NAME, json.dumps(_finite(values), indent=1) + "\n")
+            write_atomic(self.folder / SUMMARY_NAME, json.dumps(finite(values), indent=1) + "\n")
 
     def _read(self, start: str) -> bool:
-        """Take in what is there; whether there was a search."""
+        """Read an existing journal; returns whether there was a search."""
         assert self.folder is not None
         path = self.folder / JOURNAL_NAME
         if not path.exists():
@@ -89,7 +89,7 @@ class Journal:
         data = read_bytes(path)
         whole = data.rfind(b"\n") + 1
         if whole < len(data):
-            # The last line was being written when the search died.
+            # The search died while writing the last line.
             with replacing(path) as file:
                 file.write(data[:whole])
         lines = [parse_json(line) for line in data[:whole].splitlines() if line.strip()]
@@ -116,12 +116,3 @@ class Journal:
             file.write(json.dumps(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows no infinities: what is none of its numbers is missing."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

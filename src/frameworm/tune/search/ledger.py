@@ -1,4 +1,4 @@
-"""Trials, proofs and quality checks of a search, made once: from the journal if they are there, else by the runner."""
+"""Trials, proofs and quality checks of a search, each run only once: read from the journal if finished, else run."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from frameworm.errors import ConfigError
 from frameworm.tune.knobs.base import Candidate
 from frameworm.tune.knobs.context import Changes, Context, apply_changes
 from frameworm.tune.search.journal import Journal
-from frameworm.tune.trials.longer import Longer
 from frameworm.tune.trials.outcomes import (
     Budget,
     CheckLonger,
     Failure,
-    LongerRequest,
-    LongerResult,
     ProofRequest,
     ProofResult,
     Prove,
+    QualityCheckRequest,
+    QualityCheckResult,
     RunTrial,
     TrialRequest,
     TrialResult,
@@ -30,22 +29,23 @@ from frameworm.tune.trials.outcomes import (
     rounding_unit,
     without_dropout,
 )
+from frameworm.tune.trials.quality_check import QualityChecker
 
 log = logging.getLogger("frameworm")
 
-# A trial that was under way so often when the search died is taken to be what killed it.
+# A trial during which the search died this often is assumed to have killed it.
 _DEADLY = 2
-# Once a change that has to be compiled is accepted, all that follow compile too.
+# Once a change that requires compiling is accepted, all later trials compile too.
 _LATELY = 3
 NO_TIME = "of the budget are left for it"
-# Both sides start, take turns and learn.
+# Both sides start, take turns, and have their learning compared.
 _TRIALS_IN_PROOF = 3
-# After the first trial a proof's time is a guess, and a search that trusts it may end with nothing and time left.
+# After only one trial the duration of a proof is a guess, which must not end a search while time is left.
 _AT_LEAST = 0.5
-# A share of the time that the last proof may take beyond it: with no proof all that was found would be lost.
+# Fraction of the budget by which the last proof may exceed it: without a proof all findings would be lost.
 _LAST_OVER = 0.15
 
-Outcome = TypeVar("Outcome", TrialResult, ProofResult, LongerResult)
+Outcome = TypeVar("Outcome", TrialResult, ProofResult, QualityCheckResult)
 
 
 class BudgetSpentError(Exception):
@@ -53,16 +53,16 @@ class BudgetSpentError(Exception):
 
 
 class Ledger:
-    """Makes trials, proofs and quality checks, keeps the account of them, and never makes one twice.
+    """Runs trials, proofs and quality checks, accounts for their time, and never runs one twice.
 
     Args:
-        run_trial: Runs a trial. Whatever it raises is a crash of that trial.
+        run_trial: Runs a trial. Any exception counts as a crash of that trial.
         prove: Runs a proof, likewise.
-        budget: What all of them may take.
-        journal: Where they are kept.
-        consent: Other mathematics are allowed.
+        budget: The budget of the whole search.
+        journal: Stores the results.
+        consent: Whether changes of numerics are allowed.
         check_longer: Runs a quality check, likewise; None: there are none.
-        clock: Seconds.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Ledger:
         journal: Journal,
         *,
         consent: bool = False,
-        check_longer: CheckLonger | None = None,
+        check_quality: CheckLonger | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_trial = run_trial
@@ -81,33 +81,33 @@ class Ledger:
         self.budget = budget
         self._journal = journal
         self._consent = consent
-        self._check_longer = check_longer
+        self._check_longer = check_quality
         self._clock = clock
         self.spent_s = 0.0
         self._walls: dict[str, list[float]] = {"trial": [], "proof": [], "check": []}
-        self._fine_s: dict[str, float] = {}  # of trials that went to their end, by name
-        self._proofs: list[tuple[float, float]] = []  # of those with a result: what they took, and their slower trial
-        self._times_trials: list[float] = []  # how many times what the trials of both sides took
-        self._seen: dict[tuple[str, str], TrialResult | ProofResult | LongerResult] = {}
+        self._fine_s: dict[str, float] = {}  # duration of complete trials, by name
+        self._proofs: list[tuple[float, float]] = []  # of proofs with a result: duration, and that of the slower trial
+        self._times_trials: list[float] = []  # duration as a multiple of both sides' trials together
+        self._seen: dict[tuple[str, str], TrialResult | ProofResult | QualityCheckResult] = {}
 
     @property
     def made(self) -> int:
-        """Trials, proofs and quality checks so far, those of an earlier process included."""
+        """Trials, proofs and quality checks so far, including those of an earlier process."""
         return len(self._seen)
 
     @property
-    def checks_longer(self) -> bool:
+    def checks_quality(self) -> bool:
         """Whether quality checks can be made."""
         return self._check_longer is not None
 
     def usual_s(self, kind: str) -> float:
-        """What a trial or proof takes lately; a proof is taken for three trials until one was made."""
+        """The usual recent duration of a trial or proof; the first proof is estimated as three trials."""
         if self._walls[kind]:
             return median(self._walls[kind][-_LATELY:])
         return _TRIALS_IN_PROOF * self.usual_s("trial") if kind == "proof" else 0.0
 
     def proof_s(self, trial: str | None) -> float:
-        """What the proof of a config with this trial should take: as an earlier one, and what it starts later."""
+        """Expected duration of the proof of a config with this trial: that of an earlier one plus its slower start."""
         wall_s = None if trial is None else self._fine_s.get(trial)
         if wall_s is None:
             return self.usual_s("proof")
@@ -124,14 +124,14 @@ class Ledger:
         beside: tuple[Config, TrialResult] | None = None,
         reserve: int = 0,
     ) -> tuple[str, TrialResult]:
-        """The trial of a config.
+        """Run the trial of a config.
 
         Args:
             config: What to run.
             label: What is tried.
             keep_going: See `TrialRequest`.
-            beside: The config and the trial that it will be held against; it should take about as long.
-            reserve: Proofs that there must be budget for afterwards.
+            beside: The config and trial to compare with; this one should take about as long.
+            reserve: Number of later proofs for which to reserve budget.
 
         Raises:
             BudgetSpentError: There is no budget for it.
@@ -155,7 +155,7 @@ class Ledger:
         reserve: int = 0,
         last: bool = False,
     ) -> ProofResult:
-        """The proof of a change; the context gives the machine. `last`: nothing else waits for the budget.
+        """Run the proof of a change; the context gives the machine. `last`: nothing else waits for the budget.
 
         Raises:
             BudgetSpentError: There is no budget for it.
@@ -173,7 +173,7 @@ class Ledger:
                 _learning(candidate, {**without_dropout(candidate), **also}),
                 _learning(baseline, change.reference),
                 _learning(candidate, also),
-                change.mathematics,
+                change.numerics_effect,
                 units,
                 self._consent,
                 change.label,
@@ -183,7 +183,7 @@ class Ledger:
             )
             return self._prove(request)
 
-        # The last one makes do with what is left and a little more, if it is not far too little.
+        # The last proof may use what is left and a little more, unless that is far too little.
         usual_s = self.usual_s("proof")
         needs_s = usual_s / 2 if last else min(usual_s, self.proof_s(digest_of(candidate)))
         over_s = _LAST_OVER * (self.budget.time_s or 0.0) if last else 0.0
@@ -197,46 +197,46 @@ class Ledger:
                 self._times_trials.append(wall_s / max(sum(sides_s), 1e-9))
         return result
 
-    def longer_check(
+    def quality_check(
         self,
         baseline: Config,
         candidate: Config,
         steps: int,
-        longer: Longer,
+        longer: QualityChecker,
         expected_s: float,
         label: str,
         *,
         reserve: int = 0,
-    ) -> LongerResult:
-        """The quality check of a change; see `LongerRequest`.
+    ) -> QualityCheckResult:
+        """Run the quality check of a change; see `QualityCheckRequest`.
 
         Raises:
-            BudgetSpentError: There is no budget for what it should take.
+            BudgetSpentError: There is no budget for its expected duration.
         """
         name = digest_of(baseline, candidate)
 
-        def make(timeout_s: float | None) -> LongerResult:
+        def make(timeout_s: float | None) -> QualityCheckResult:
             assert self._check_longer is not None
-            request = LongerRequest(
+            request = QualityCheckRequest(
                 name, baseline, candidate, steps, longer.looks, expected_s, label, timeout_s, longer.margin
             )
             return self._check_longer(request)
 
-        return self._once("check", name, label, make, LongerResult, reserve, expected_s)
+        return self._once("check", name, label, make, QualityCheckResult, reserve, expected_s)
 
     def has_room(self, seconds: float, reserve: int) -> bool:
-        """Whether the budget has so much left, beside some proofs."""
+        """Whether the budget has `seconds` left, after reserving time for some proofs."""
         if self.budget.trials is not None and self.made + 1 + reserve > self.budget.trials:
             return False
         return self.budget.time_s is None or self._beside(reserve, self.budget.time_s) >= seconds
 
     def no_time_to_start(self, setup_s: float) -> str | None:
-        """Why a trial whose start takes so long is not worth beginning; it would be stopped before it has measured."""
+        """Why a trial with such a long start is not worthwhile: it would be stopped before measuring anything."""
         if not setup_s or self.budget.time_s is None:
             return None
         left_s = (
             self._beside(self._sure_of(1), self.budget.time_s) - setup_s
-        )  # its proof, or that of the whole, starts as slowly
+        )  # its proof, or the final one, starts as slowly
         if left_s >= setup_s + self.usual_s("trial") / 2:
             return None
         return f"takes about {setup_s:.0f} s to start, and {max(left_s, 0.0):.0f} s {NO_TIME}"
@@ -271,7 +271,7 @@ class Ledger:
             wall_s = self._clock() - began
             self._journal.end(kind, name, result.to_json(), wall_s)
         self.spent_s += wall_s
-        # A search that goes on must find the same budget spent as the one that was killed did.
+        # A resumed search must account for the same time as the one that was killed.
         self._walls[kind].append(wall_s)
         if isinstance(result, TrialResult) and result.failure is None and not result.stopped_early:
             self._fine_s[name] = wall_s
@@ -279,7 +279,7 @@ class Ledger:
         return result
 
     def _left_s(self, needs_s: float, reserve: int, over_s: float) -> float | None:
-        """Seconds for the next one, which may take some beyond the budget."""
+        """Seconds available for the next one, which may exceed the budget by `over_s`."""
         if self.budget.trials is not None and self.made + 1 + reserve > self.budget.trials:
             raise BudgetSpentError(f"the budget of {self.budget.trials} trials is spent")
         if self.budget.time_s is None:
@@ -293,13 +293,13 @@ class Ledger:
         return reserve if self.made > 1 else _AT_LEAST * reserve
 
     def _beside(self, reserve: float, time_s: float) -> float:
-        """What is left of the time beside some proofs."""
+        """The time left after reserving some proofs."""
         return time_s - self.spent_s - reserve * self._long_proof_s()
 
     def _long_proof_s(self) -> float:
-        """What a proof may take: as the longest lately, one of what is slow to start lately, or that of the whole.
+        """Upper estimate of a proof's duration: the longest recent one, one with a slow start, or the final one.
 
-        There the config as it was takes part, which may be the slowest.
+        In the final proof the initial config takes part, which may be the slowest.
         """
         lately = list(self._fine_s)[-_LATELY:]
         whole_s = 0.0
@@ -325,7 +325,7 @@ class Ledger:
 
 
 def _learning(config: Config, changes: Changes) -> Config:
-    """A config for the comparison of learning; as it is where the changes do not fit it."""
+    """A config for comparing learning; unchanged if the changes do not apply to it."""
     try:
         return apply_changes(config, changes)
     except ConfigError:

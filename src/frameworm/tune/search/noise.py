@@ -1,4 +1,4 @@
-"""Knobs that were judged while steps were unsteady, and come up again once they are not."""
+"""Knobs that were judged while step times were unsteady, and are retried when they are steady."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from frameworm.tune.knobs.base import Candidate, Knob
 from frameworm.tune.search.result import Attempt, figures_of
 from frameworm.tune.trials.outcomes import TrialResult
 
-# From the fastest to the slowest window, as a share of the median.
+# Difference between fastest and slowest window, as a fraction of the median.
 _UNSTEADY, _STEADY = 0.05, 0.02
 _FEWEST_WINDOWS = 3
-# Of the values of a knob, those come up again that were nearly as fast as its fastest.
+# Values of a knob at least this fast relative to its fastest are retried.
 _NEARLY = 0.97
 
 
 class Noise:
-    """How steady the config was beside which each knob was judged."""
+    """How steady the best config was when each knob was judged."""
 
     def __init__(self) -> None:
         self._spreads: dict[str, float] = {}
 
     def note(self, knob: Knob, best: TrialResult) -> None:
-        """The knob is judged now, beside this."""
+        """Record that the knob is judged now, against this trial."""
         self._spreads[knob.name] = spread_of(best)
 
     def in_doubt(self, best: TrialResult) -> list[str]:
@@ -44,6 +44,6 @@ class Noise:
 
 
 def spread_of(trial: TrialResult) -> float:
-    """How far its windows differ; 0 where there are too few to tell."""
+    """The spread of its windows; 0 if there are too few."""
     windows = trial.seconds_per_sample
     return (max(windows) - min(windows)) / median(windows) if len(windows) >= _FEWEST_WINDOWS else 0.0

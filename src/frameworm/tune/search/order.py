@@ -1,4 +1,4 @@
-"""Which knob is turned next: what the verdict names, then what promises most for what it costs to find out."""
+"""Which knob to try next: what the verdict names, then what promises the most gain for its cost."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from frameworm.tune.knobs.base import ATTENTION, Candidate, Knob
 from frameworm.tune.knobs.context import Context
 from frameworm.tune.trials.outcomes import TrialResult
 
-# An ordinary knob's trial on a machine that nothing is known of yet.
+# Cost of an ordinary knob's trial on a machine about which nothing is known yet.
 _LEAST_COST_S = 1.0
-# Values of a scale beyond one that is so much slower than its neighbour are not tried.
+# On a scale, values beyond one that is slower than its neighbour by this factor are not tried,
 _PAST_THE_PEAK = 0.97
-# Nor values on the other side of the present one, where it goes up by so much here.
+# nor values on the other side of the current one, if speed increases towards it by this factor.
 _UPHILL = 1.03
 
 
 class Promise(NamedTuple):
-    """Why a knob is next: what it may gain for what finding out costs."""
+    """Why a knob is next: its possible gain and the cost of finding out."""
 
     by_verdict: int  # 2: a remedy of the verdict names it, 1: the verdict suggests it
     gain: float
@@ -29,21 +29,21 @@ class Promise(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, float, float]:
-        """Larger is sooner: the verdict first, then gain per second, then what such a change usually brings."""
+        """Sort key, larger first: the verdict, then gain per second, then the usual gain of such a change."""
         return self.by_verdict, self.gain / self.cost_s, self.usual_gain
 
 
 def cost_of(knob: Knob, values: int, trial_s: float, proof_s: float, later: int = 0) -> float:
-    """Seconds until it is known what a knob brings.
+    """Seconds until the effect of a knob is known.
 
     Args:
         knob: The knob.
         values: How many of its values would be tried.
-        trial_s: What a trial usually takes.
-        proof_s: What a proof usually takes.
+        trial_s: Usual duration of a trial.
+        proof_s: Usual duration of a proof.
         later: Values of other knobs that would be tried after it.
     """
-    # Each trial and the proof pay for its start once more, and if it is kept all that come later do.
+    # Each trial and the proof pay its start-up cost again, and so do all later ones if it is kept.
     return max(_LEAST_COST_S, values * trial_s + proof_s + (values + 1 + later) * knob.setup_s)
 
 
@@ -82,13 +82,13 @@ def promise_of(
 
 
 def too_little_to_gain(knob: Knob, context: Context, result: TrialResult, least: float) -> str | None:
-    """Why a knob cannot gain enough after a run: it shortens what takes next to nothing; None: it may.
+    """Why a knob cannot gain enough after a run, because what it shortens takes hardly any time; None if it can.
 
     Args:
         knob: The knob.
         context: The config that was run.
         result: The run.
-        least: The least gain, as a share, that is worth a trial.
+        least: The least gain, as a fraction, that is worth a trial.
     """
     if knob.shortens == (ATTENTION,):
         return "the model has no attention that torch computes" if result.details.get("attention_share") == 0 else None
@@ -107,7 +107,7 @@ def too_little_to_gain(knob: Knob, context: Context, result: TrialResult, least:
 
 
 def in_order(knob: Knob, candidates: Sequence[Candidate], context: Context, result: TrialResult) -> list[Candidate]:
-    """Values of a knob as they should be tried: what remedies name first, then from the present value outwards."""
+    """Values of a knob in the order to try: those that remedies name first, then outwards from the current value."""
     remedies = [remedy for finding in result.findings for remedy in finding.get("remedies") or ()]
     present = knob.position_of(context) or 0.0
 
@@ -120,10 +120,10 @@ def in_order(knob: Knob, candidates: Sequence[Candidate], context: Context, resu
 
 
 def past_the_peak(position: float, present: float | None, screened: dict[float, float]) -> str | None:
-    """Which value speaks against this one, on a scale with one peak.
+    """Why a value is not worth trying, assuming a scale with one peak.
 
-    That is one between here and the present one that is already slower than its neighbour towards the present, or one
-    on the other side of the present that is faster.
+    Either a value between the current one and this one is already slower than its neighbour, or a value on the other
+    side of the current one is faster.
     """
     if present is None:
         return None
@@ -143,13 +143,13 @@ def past_the_peak(position: float, present: float | None, screened: dict[float, 
 
 
 def _distance(one: float, other: float) -> float:
-    """Factors for large numbers, steps for small ones."""
+    """The ratio for large numbers, the difference for small ones."""
     large, small = max(one, other), min(one, other)
     return large / small if small > 0 else 1.0 + large - small
 
 
 def _names(remedy: Mapping[str, Any], candidates: Sequence[Candidate], present: float | None) -> bool:
-    """Whether a remedy names one of these values; on a scale, one on the side of the present that it points to."""
+    """Whether a remedy names one of these values; on a scale, a value in the direction that it suggests."""
     named = [candidate for candidate in candidates if str(remedy.get("knob")) in candidate.changes]
     wanted = known(remedy.get("value"))
     if present is None or wanted is None:

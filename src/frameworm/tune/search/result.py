@@ -1,40 +1,42 @@
-"""What a search tells: every attempt with its reason, the changes that were accepted, and what they gain together."""
+"""The result of a search: every attempt with its reason, the accepted changes, and their combined gain."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from frameworm.config.schema import Config
 from frameworm.guard.gain import Speedup
 from frameworm.guard.proof import Proof
-from frameworm.guard.quality import Difference, Judgement, samples_to_same_loss
+from frameworm.guard.quality import Difference, LossVerdict, samples_to_same_loss
 from frameworm.tune.knobs.base import Candidate, Knob
 from frameworm.tune.knobs.context import Context, setting_of
+from frameworm.tune.search.found import Found, finite
 from frameworm.tune.trials.outcomes import Budget, FailureKind, TrialResult
 
-# failed: the trial gave no figure. skipped: no trial was made, for the reason given.
+# failed: the trial gave no result. skipped: no trial was made, for the reason given.
 Status = Literal["accepted", "rejected", "inconclusive", "failed", "skipped"]
 
 
 @dataclass
 class Attempt:
-    """One candidate and what came of it.
+    """One candidate and its outcome.
 
     Attributes:
         knob: Name of the knob, or names joined by `+`.
         label: The changes as users write them.
         changes: Dotted keys and new values.
-        status: What came of it.
+        status: The outcome.
         reason: Why.
-        why: The finding that led to it, or another word.
-        screened: How many times as fast as the best config of that time its trial was; None: no figure.
+        why: The finding that led to it, or another keyword.
+        screened: Speedup of its trial over the best config at that time; None if not measured.
         failure: Kind of failure.
-        proof: The proof, where there was one.
+        proof: The proof, if there was one.
         trial: Id of its trial.
-        gain: What its trial showed, where that had to decide because a proof of its own would have taken too long.
+        gain: Speedup of its trial, if that had to decide because a proof would have taken too long.
     """
 
     knob: str
@@ -52,14 +54,14 @@ class Attempt:
 
 @dataclass
 class Accepted:
-    """A change that stays.
+    """An accepted change.
 
     Attributes:
         candidate: What was changed.
         before: The values it replaced, by dotted key.
         config: The whole config with it.
         trial: The trial of that config.
-        trial_id: Its id.
+        trial_id: The trial's id.
         attempt: The attempt that led to it.
     """
 
@@ -72,39 +74,39 @@ class Accepted:
 
     @property
     def speedup(self) -> Speedup:
-        """What the change gained over the best config of that time."""
+        """The change's speedup over the best config at that time."""
         found = self.attempt.gain if self.attempt.proof is None else self.attempt.proof.speedup
         assert found is not None
         return found
 
     @property
     def proved_alone(self) -> bool:
-        """Whether it has a proof of its own; if not, that of the whole speaks for it."""
+        """Whether it has its own proof; if not, it is covered by the final proof."""
         return self.attempt.proof is not None
 
     @property
     def checked(self) -> dict[str, int] | None:
-        """Seeds and steps of the quality check that speaks for it; None: there was none."""
+        """Seeds and steps of the quality check that supports it; None if there was none."""
         quality = None if self.attempt.proof is None else self.attempt.proof.quality
         return None if quality is None else {"seeds": len(quality.baseline), "steps": quality.steps}
 
 
 @dataclass(frozen=True)
 class TradeOff:
-    """A faster setting that was not shown to learn as well: the user may switch it on.
+    """A faster setting that was not shown to learn equally well, which the user may choose.
 
     Attributes:
         label: The changes as users write them.
         changes: Dotted keys and new values.
         before: The values that these replace.
-        speedup: How many times as fast as with those.
-        loss: How much higher the final validation loss is at equal samples, with its interval and what is allowed.
-        accuracy: How much lower the accuracy is; None: there is none.
+        speedup: The speedup over those.
+        loss: Increase of the final validation loss at equal samples, with its interval and the allowed margin.
+        accuracy: Decrease of the accuracy; None if there is none.
         seeds: Pairs of trainings.
-        steps: Steps of each.
-        seeds_needed: About how many pairs would show that it costs no more than is allowed, if that is so.
-        same_loss_s: Seconds to the validation loss that the config before the change ends at: before and after the
-            change; None: not within twice the samples.
+        steps: Steps of each training.
+        seeds_needed: About how many pairs would show that the loss is within the margin, if it is.
+        same_loss_s: Seconds to the validation loss at which the config before the change ends: before and after the
+            change; None: it is not reached within twice the samples.
     """
 
     label: str
@@ -125,17 +127,17 @@ class TradeOff:
         return {**asdict(self), **differences, "switch_on": " ".join(settings)}
 
 
-def trade_off(attempt: Attempt, judged: Judgement, context: Context, sample_s: float) -> TradeOff | None:
-    """What a quality check that did not pass leaves to offer.
+def trade_off(attempt: Attempt, judged: LossVerdict, context: Context, sample_s: float) -> TradeOff | None:
+    """The trade-off to offer after a quality check that did not pass.
 
     Args:
         attempt: Its gain is proved, and its quality was checked.
-        judged: What the check showed.
+        judged: The result of the check.
         context: The config before the change.
         sample_s: Its seconds per sample.
 
     Returns:
-        None where it is worse and no quicker to the same validation loss.
+        None if it is worse and does not reach the same validation loss sooner.
     """
     proof = attempt.proof
     if proof is None or proof.quality is None or proof.speedup is None or judged.loss is None:
@@ -164,24 +166,25 @@ def _written(value: Any) -> str:
     return "off" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@dataclass
-class TuneResult:
+@dataclass(repr=False)
+class TuneResult(Found):
     """A whole search.
 
     Attributes:
-        start: The config it began with.
-        best: The config it ended with; the same global batch.
+        start: The initial config.
+        best: The final config, with the same global batch.
         baseline: The trial of `start`.
         final: The trial of `best`.
         accepted: The changes between them, in order.
-        attempts: Everything that was tried, and what was not with its reason.
-        trade_offs: Faster settings that were not shown to learn as well, for the user to decide.
-        total: The proof of `best` against `start`; None: there was no budget left for it, or nothing to prove.
-        run_samples: Samples of the whole run, None: not known.
-        global_batch: Samples of a step; None: not known.
+        attempts: Everything that was tried, or why it was not.
+        trade_offs: Faster settings that were not shown to learn equally well, for the user to decide.
+        total: The proof of `best` against `start`; None: there was no budget for it, or nothing to prove.
+        run_samples: Samples of the whole run; None: unknown.
+        global_batch: Samples of a step; None: unknown.
         spent_s: Seconds of all trials and proofs.
         trials: Number of trials and proofs.
         stopped: Why the search ended.
+        folder: Folder of `best.yaml`, `tune.json` and `report.html`.
     """
 
     start: Config
@@ -197,10 +200,27 @@ class TuneResult:
     spent_s: float = 0.0
     trials: int = 0
     stopped: str = ""
+    folder: Path | None = None
+
+    @property
+    def best_file(self) -> Path | None:
+        """The file with the best config, for `frameworm train --config`."""
+        return None if self.folder is None else self.folder / "best.yaml"
+
+    def in_words(self) -> list[str]:
+        """The speedup, the changes, and the path of the report."""
+        failure = self.baseline.failure
+        changes = [f"{key}: {before} -> {after}" for key, (before, after) in self.changes.items()]
+        return self.told(self.speedup, None if failure is None else failure.reason, changes, self.attempts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of `tune.json`, with None for non-finite numbers."""
+        found: dict[str, Any] = finite(self.to_json())
+        return found
 
     @property
     def speedup(self) -> Speedup | None:
-        """`best` over `start`: proved as a whole, or by its only change; else unknown."""
+        """Speedup of `best` over `start`, from the final proof or the proof of the only change; else None."""
         if self.total is not None:
             return self.total.speedup
         alone = len(self.accepted) == 1 and self.accepted[0].proved_alone
@@ -214,16 +234,16 @@ class TuneResult:
         return {key: (before, after) for key, (before, after) in pairs.items() if before != after}
 
     def run_s(self, trial: TrialResult) -> float | None:
-        """Seconds of the whole run at a trial's speed, start-up included."""
+        """Seconds of the whole run at a trial's speed, including start-up."""
         if self.run_samples is None or not trial.seconds_per_sample:
             return None
         return self.run_samples * trial.sample_s + (trial.setup_s or 0.0)
 
     @property
     def run_s_after(self) -> float | None:
-        """Seconds of the whole run with the best config, start-up included.
+        """Seconds of the whole run with the best config, including start-up.
 
-        Where the gain is proved it is what counts: trials lie minutes apart, and the machine may have changed.
+        Uses the proved speedup if there is one: trials are minutes apart, and the machine may have changed in between.
         """
         speedup = self.speedup
         if speedup is None or self.run_samples is None or not self.baseline.seconds_per_sample:
@@ -232,7 +252,7 @@ class TuneResult:
 
     @property
     def pays_after_steps(self) -> int | None:
-        """Steps after which the best config is ahead, start-up included; None: not known, or nothing was changed."""
+        """Steps after which the best config is ahead, including start-up; None: unknown, or nothing was changed."""
         speedup, starts_s = self.speedup, (self.baseline.setup_s, self.final.setup_s)
         if speedup is None or self.global_batch is None or None in starts_s or not self.baseline.seconds_per_sample:
             return None
@@ -241,7 +261,7 @@ class TuneResult:
         return max(0, math.ceil(more_s / saved_s)) if saved_s > 0 else None
 
     def to_json(self) -> dict[str, Any]:
-        """What `tune.json` holds."""
+        """The content of `tune.json`."""
         speedup = self.speedup
         trials = [self.baseline, *(item.trial for item in self.accepted)]
         return {
@@ -268,7 +288,7 @@ class TuneResult:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a search stands: what it is at, and everything so far (`result.stopped` is empty until the end)."""
+    """The progress of a search: what it is doing, and everything so far (`result.stopped` is empty until the end)."""
 
     doing: str
     result: TuneResult
@@ -284,7 +304,7 @@ def _plain(item: Accepted, before: TrialResult) -> dict[str, Any]:
         "knob": item.candidate.knob,
         "changes": dict(item.candidate.changes),
         "before": item.before,
-        "mathematics": item.candidate.mathematics,
+        "mathematics": item.candidate.numerics_effect,
         "checked": item.checked,
         "proved_alone": item.proved_alone,
         "why": item.attempt.why,
@@ -296,12 +316,12 @@ def _plain(item: Accepted, before: TrialResult) -> dict[str, Any]:
 
 
 def figure_of(knob: Knob, context: Context, attempts: Sequence[Attempt]) -> float:
-    """How many times as fast a knob was alone; what it usually is, where it was not measured."""
+    """Speedup of a knob alone; its usual gain if it was not measured."""
     return max(figures_of(knob, attempts).values(), default=1 + knob.gain(context))
 
 
 def figures_of(knob: Knob, attempts: Sequence[Attempt]) -> dict[str, float]:
-    """How many times as fast the values of a knob were at best, by their labels."""
+    """Best measured speedups of a knob's values, by their labels."""
     found: dict[str, float] = {}
     for item in attempts:
         if item.knob == knob.name and item.screened:
@@ -310,7 +330,7 @@ def figures_of(knob: Knob, attempts: Sequence[Attempt]) -> dict[str, float]:
 
 
 def is_asked_for(knob: Knob, context: Context, best: TrialResult, attempts: Sequence[Attempt]) -> bool:
-    """Whether a knob gains something, or does not by itself, such as one that saves memory, and is needed here."""
+    """Whether a knob has a gain of its own, or is needed here for another reason, such as saving memory."""
     if knob.gain(context) > 0:
         return True
     codes = {str(finding.get("code")) for finding in best.findings}
@@ -318,14 +338,14 @@ def is_asked_for(knob: Knob, context: Context, best: TrialResult, attempts: Sequ
 
 
 def only_gain_failed(attempt: Attempt) -> bool:
-    """Whether a proof found nothing wrong but the gain."""
+    """Whether a proof found nothing wrong except the missing gain."""
     assert attempt.proof is not None
     gain, *others = attempt.proof.checks
     return not gain.passed and all(check.passed is not False for check in others)
 
 
 def was_checked(attempt: Attempt, candidate: Candidate) -> bool:
-    """Whether a quality check of these changes, or of a part of them, did not end well."""
+    """Whether a quality check of these changes, or of a part of them, failed."""
     if attempt.proof is None or attempt.proof.quality is None or attempt.status == "accepted":
         return False
     return attempt.changes.items() <= candidate.changes.items()

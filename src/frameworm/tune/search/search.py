@@ -1,7 +1,7 @@
-"""The closed loop: the verdict picks a knob, its values are tried, the best of them is proved, and so on from there.
+"""The closed loop: the verdict picks a knob, its values are tried, the best is proved, and the loop starts again.
 
-The search decides by outcomes alone and every outcome is in the journal: a killed search is run again from its
-beginning, finds what it had asked for already answered, and so comes to the place where it stopped.
+The search depends only on outcomes, and every outcome is in the journal: a killed search is run again from the
+beginning, finds the recorded results, and so returns to the point where it stopped.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, combinations
+from itertools import chain
 from math import prod
 
 from frameworm.guard.proof import MINIMUM_GAIN
@@ -30,38 +30,35 @@ from frameworm.tune.search.result import (
     is_asked_for,
     only_gain_failed,
 )
-from frameworm.tune.trials.longer import Longer
 from frameworm.tune.trials.outcomes import Budget, CheckLonger, Prove, RunTrial, TrialResult, digest_of
+from frameworm.tune.trials.quality_check import QualityChecker
 
 _ALL = "everything was tried"
-# Near break-even a change is worth a second trial once the config has changed around it.
+# A change this close to break-even is worth a second trial once the config around it has changed.
 _NEARLY_EVEN = 0.9
-# A change that brought this much is not tried without.
+# The search does not try to leave out a change that gained this much.
 _SURELY_GOOD = 1.3
-# A knob that usually gains so much is part of the first leap.
+# A knob with this usual gain is part of the first combined attempt.
 _USUALLY_MUCH = 0.1
 _LEAP = "usual gain together"
-# Combinations that nothing but single figures near break-even speaks for.
-_MOST_GUESSES = 8
 
 
 class Search:
-    """Looks for the fastest config that learns the same.
+    """Searches for the fastest config that learns the same.
 
     Args:
         knobs: What may be changed.
-        context: The config to start from, the machine and the workload.
+        context: The initial config, the machine and the workload.
         run_trial: Measures one config; see `TrialRequest`.
         prove: Measures two in turns and judges them with `guard.proof.prove`; see `ProofRequest`.
-        budget: What all trials and proofs may take.
-        journal: Remembers them; made by `Journal(folder, search_name(context))`.
-        allow_approximate: What changes the mathematics by more than rounding needs no quality check.
-        minimum_gain: The least speedup, less one, that is worth a change.
-        check_longer: Trains two for longer and tells how well they learned; None: what changes the mathematics by more
-            than rounding needs consent.
-        longer: How quality checks are made.
-        tell: Is told before and after everything.
-        clock: Seconds.
+        budget: The budget of all trials and proofs.
+        journal: Records them; made by `Journal(folder, search_name(context))`.
+        allow_approximate: Changes of numerics beyond rounding need no quality check.
+        minimum_gain: The least speedup minus one that is worth a change.
+        check_longer: Runs quality checks; None: changes of numerics beyond rounding need consent.
+        longer: How quality checks are run.
+        tell: Called with progress before and after everything.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -75,14 +72,14 @@ class Search:
         *,
         allow_approximate: bool = False,
         minimum_gain: float = MINIMUM_GAIN,
-        check_longer: CheckLonger | None = None,
-        longer: Longer | None = None,
+        check_quality: CheckLonger | None = None,
+        longer: QualityChecker | None = None,
         tell: Tell | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._knobs = {knob.name: knob for knob in knobs}
         ledger = Ledger(
-            run_trial, prove, budget, journal, consent=allow_approximate, check_longer=check_longer, clock=clock
+            run_trial, prove, budget, journal, consent=allow_approximate, check_quality=check_quality, clock=clock
         )
         self._challenge = Challenge(
             context,
@@ -93,14 +90,13 @@ class Search:
             longer=longer,
             tell=tell,
         )
-        self._tried: dict[str, int] = {}  # knob -> changes accepted before its last attempts
-        self._near: dict[str, tuple[float, Candidate]] = {}  # values that nearly paid, by their labels
+        self._tried: dict[str, int] = {}  # knob -> number of changes accepted before its last attempts
         self._noise = Noise()
         self._leapt: list[Candidate] = []
 
     @property
     def result(self) -> TuneResult:
-        """What is known so far."""
+        """The result so far."""
         return self._challenge.result
 
     def run(self) -> TuneResult:
@@ -114,8 +110,6 @@ class Search:
             self._turn_together()
             self._turn_again()
             self._turn_back()
-            if self._guess():
-                self._turn_again()
             self._turn_costly()
             settle_doubts(self._challenge, self._knobs)
             why = _ALL
@@ -142,7 +136,7 @@ class Search:
                 self._turn_with_a_partner(knob, asked_for)
 
     def _look_again(self) -> None:
-        """Knobs that were judged while steps were unsteady come up once more now that they are not."""
+        """Reopen knobs that were judged while step times were unsteady, if they are steady now."""
         for name in self._noise.in_doubt(self._challenge.best):
             knob = self._knobs[name]
             told_nothing = self._challenge.has_failed(knob) or self._challenge.cannot_tell(knob)
@@ -150,7 +144,7 @@ class Search:
                 self._tried.pop(name, None)
 
     def _next(self) -> tuple[Knob, list[Candidate], Promise] | None:
-        """The knob that promises most for its cost, of those not turned yet."""
+        """The untried knob that promises the most for its cost."""
         context, ledger, best = self._challenge.context, self._challenge.ledger, self._challenge.best
         waiting = [knob for knob in self._knobs.values() if knob.name not in self._tried]
         waiting = [knob for knob in waiting if too_little_to_gain(knob, context, best, MINIMUM_GAIN) is None]
@@ -170,7 +164,7 @@ class Search:
         return [candidate for candidate in found if self._challenge.why_not(candidate, knob.setup_s) is None]
 
     def _turn(self, knob: Knob, candidates: Sequence[Candidate], promise: Promise) -> bool:
-        """Try the values of a knob and prove the fastest; whether one was accepted."""
+        """Try the values of a knob and prove the fastest; returns whether one was accepted."""
         self._tried[knob.name] = len(self.result.accepted)
         self._noise.note(knob, self._challenge.best)
         promising: list[tuple[Attempt, Candidate, TrialResult]] = []
@@ -185,14 +179,12 @@ class Search:
             try:
                 attempt, trial = self._challenge.screen(candidate, promise.why)
             except BudgetSpentError as error:
-                spent = error  # what was found before is not lost
+                spent = error  # earlier results of this knob are kept
                 break
             if attempt.screened is not None or attempt.failure == "oom":
                 screened[candidate.position] = attempt.screened or 0.0
             if attempt.status == "inconclusive":
                 promising.append((attempt, candidate, trial))
-            if attempt.screened is not None and attempt.screened >= _NEARLY_EVEN:
-                self._near[candidate.label] = (attempt.screened, candidate)
         accepted = False
         promising.sort(key=lambda item: item[2].sample_s)
         for place, (attempt, candidate, trial) in enumerate(promising):
@@ -210,14 +202,14 @@ class Search:
             raise spent
         return accepted
 
-    # Several knobs
+    # Combinations of knobs
 
     def _leap(self) -> None:
-        """On a GPU all that usually brings much is tried as one change: one trial and one proof instead of one each.
+        """On a GPU, try all knobs with a large usual gain as one change, with one trial and one proof for all of them.
 
-        What cannot be captured so may be with other values, as where the compiler is given more of the model. Where
-        that fails too, what is quick to start is tried without the rest; then come the knobs one by one. A step of
-        several passes is left to those: the compiler works for one size of them, which is found first.
+        If this cannot be captured, other values are tried, such as compiling more of the model. If that fails too,
+        knobs that start quickly are tried without the others; then the search continues knob by knob. This is skipped
+        for steps of several passes: the compiler specialises on their size, which must be found first.
         """
         context = self._challenge.context
         if not context.on_gpu or context.micro_batch * context.world_size < context.global_batch:
@@ -242,17 +234,17 @@ class Search:
                 parts = self._parts_of([knob for knob in chosen if knob in usual], place)
 
     def _refused_of(self, parts: Sequence[Candidate]) -> Knob | None:
-        """The part of the last attempt that the model or its data do not allow, as the refusal names it."""
+        """The part of the last attempt that the model or its data do not allow, as named in the refusal."""
         last = self.result.attempts[-1]
         named = [part for part in parts if any(last.reason.startswith(key) for key in part.changes)]
         return self._knobs[named[0].knob] if last.failure == "not_applicable" and named else None
 
     def _start_of(self, part: Candidate) -> float:
-        """Seconds that it usually takes to start."""
+        """Its usual start-up cost in seconds."""
         return self._knobs[part.knob].setup_s if part.setup_s is None else part.setup_s
 
     def _parts_of(self, knobs: Sequence[Knob], place: int) -> list[Candidate]:
-        """The value of each at a place, or its last one, as far as they go together; one may make another possible."""
+        """The n-th (or last) value of each knob, as far as they are compatible; one may make another possible."""
         parts: list[Candidate] = []
         there = self._challenge.context
         for knob in (*knobs, *knobs):
@@ -265,7 +257,7 @@ class Search:
         return parts
 
     def _turn_together(self) -> None:
-        """Pairs that work together, where each alone failed or was not worth it; what one makes possible comes next."""
+        """Try pairs that work together if each failed alone; then continue with what they make possible."""
         accepted = True
         while accepted:
             accepted = False
@@ -276,11 +268,11 @@ class Search:
                     break
 
     def _turn_with_a_partner(self, knob: Knob, asked_for: bool) -> None:
-        """What promised most and came to nothing alone is worth what goes with it, the quickest to start first.
+        """Try a knob that promised most but failed alone together with its partners, quickest start first.
 
         Args:
-            knob: It cannot be done alone, or does not pay alone.
-            asked_for: A remedy of the verdict names it; it may then also be what makes its partner possible.
+            knob: It is impossible or does not pay alone.
+            asked_for: A remedy of the verdict names it; then it may also be what makes its partner possible.
         """
         others = [other for other in self._knobs.values() if other.name in knob.partners]
         if not asked_for:
@@ -296,7 +288,7 @@ class Search:
                 return
 
     def _pairs(self) -> list[tuple[Knob, Knob, Candidate]]:
-        """Pairs worth a trial, those first whose figures alone speak least against them."""
+        """Pairs worth a trial, sorted by the product of their individual speedups."""
         found: list[tuple[float, Knob, Knob, Candidate]] = []
         context, best, attempts = self._challenge.context, self._challenge.best, self.result.attempts
         for knob in self._knobs.values():
@@ -311,7 +303,7 @@ class Search:
         return [(knob, other, bundle) for _, knob, other, bundle in found]
 
     def _bundles(self, knob: Knob, other: Knob) -> Iterator[Candidate]:
-        """The most promising value of one, with what then is the most promising value of the other."""
+        """Combinations of one knob's values with the then most promising values of the other, best first."""
         if other.why_not(self._challenge.context) is not None:
             return
         for first in in_order(
@@ -326,7 +318,7 @@ class Search:
                 yield together(first, second)
 
     def _turn_again(self) -> None:
-        """Knobs that did not pay before others were turned, and nearly did or work together with those."""
+        """Retry knobs that failed earlier but came close, or that work together with changes accepted since."""
         again = []
         for knob in self._knobs.values():
             if knob.name not in self._tried or not self._is_open(knob):
@@ -345,7 +337,7 @@ class Search:
                 self._turn_all()
 
     def _turn_back(self) -> None:
-        """Each accepted change is left out once, but for the last and those that gained much; so is a leap's part."""
+        """Try to leave out each accepted change, except the last and large ones, and each part of a combined one."""
         for part in self._leapt:
             self._try_alone(self._without(part), "interaction")
         for item in sorted(self.result.accepted[:-1], key=lambda item: item.speedup.value):
@@ -354,22 +346,8 @@ class Search:
             if self._try_alone(self._undo(item), "interaction"):
                 item.attempt.reason += "; taken back, as it slows down what came after it"
 
-    def _guess(self) -> bool:
-        """Pairs of changes that nearly paid alone, and such a change in the place of a small one; whether one did."""
-        near = [item for item in self._near.values() if self._is_open(self._knobs[item[1].knob])]
-        pairs = [pair for pair in combinations(near, 2) if pair[0][1].knob != pair[1][1].knob]
-        found = [(one * other, together(first, second)) for (one, first), (other, second) in pairs]
-        for item in self.result.accepted:
-            if item.attempt.why not in ("interaction", _LEAP):
-                undo = self._undo(item)
-                found += [(figure / item.speedup.value, together(undo, candidate)) for figure, candidate in near]
-        accepted = False
-        for _, candidate in sorted(found, key=lambda item: -item[0])[:_MOST_GUESSES]:
-            accepted = self._try_alone(candidate, "interaction") or accepted
-        return accepted
-
     def _turn_costly(self) -> None:
-        """Values whose quality check would have left too little time for the rest."""
+        """Try values whose quality check would have left too little time for the rest."""
         for knob in self._knobs.values():
             if knob.why_not(self._challenge.context) is not None:
                 continue
@@ -385,7 +363,7 @@ class Search:
                 self._turn(knob, costly, promise)
 
     def _is_settled(self, knob: Knob) -> bool:
-        """Whether the knob was accepted, or changes what is learned: neither is tried in combinations."""
+        """Whether the knob was accepted or changes learning, so that it is not tried in combinations."""
         return self._challenge.is_accepted(knob) or self._challenge.learned_otherwise(knob)
 
     def _is_open(self, knob: Knob) -> bool:
@@ -397,7 +375,7 @@ class Search:
 
     def _without(self, candidate: Candidate) -> Candidate:
         back = {key: setting_of(self._challenge.start.config, key) for key in candidate.changes}
-        return Candidate(f"without {candidate.knob}", back, candidate.mathematics, candidate.reference)
+        return Candidate(f"without {candidate.knob}", back, candidate.numerics_effect, candidate.reference)
 
     def _try_alone(self, candidate: Candidate, why: str, setup_s: float = 0.0, *, at_once: bool = False) -> bool:
         refused = self._challenge.why_not(candidate, setup_s)
@@ -407,7 +385,7 @@ class Search:
         attempt, trial = self._challenge.screen(candidate, why)
         return attempt.status == "inconclusive" and self._challenge.prove(attempt, candidate, trial, at_once=at_once)
 
-    # The account
+    # Accounting
 
     def _ended(self, why: str) -> TuneResult:
         self.result.stopped = why
@@ -416,12 +394,12 @@ class Search:
 
 
 def search_name(context: Context) -> str:
-    """Names a search: what it starts from and the kind of machine; trials of one are of no use to another."""
+    """Identifies a search by its initial config and kind of machine; its trials are only valid for these."""
     return f"{digest_of(context.config)} {context.world_size} {context.machine}"
 
 
 def settle_doubts(challenge: Challenge, knobs: Mapping[str, Knob]) -> None:
-    """Prove them after all, the most promising first, while there is time for it beside the proof of the whole."""
+    """Prove doubtful attempts after all, most promising first, while time is left besides the final proof."""
     left = [item for item in challenge.result.attempts if _is_doubtful(item)]
     for item in sorted(left, key=lambda item: -(item.screened or 0.0)):
         candidate = _candidate(item, challenge, knobs)
@@ -430,7 +408,7 @@ def settle_doubts(challenge: Challenge, knobs: Mapping[str, Knob]) -> None:
         if candidate is None or not ledger.has_room(ledger.usual_s("trial") + proof_s, 1):
             continue
         challenge.result.attempts.remove(item)
-        attempt, trial = challenge.screen(candidate, item.why)  # known, unless others were accepted since
+        attempt, trial = challenge.screen(candidate, item.why)  # cached, unless others were accepted since
         if attempt.status == "inconclusive":
             challenge.prove(attempt, candidate, trial, at_once=True)
 
@@ -440,7 +418,7 @@ def _is_doubtful(item: Attempt) -> bool:
 
 
 def _candidate(item: Attempt, challenge: Challenge, knobs: Mapping[str, Knob]) -> Candidate | None:
-    """What was attempted, if it is still worth it."""
+    """The candidate of an attempt, if it is still worthwhile."""
     knob = knobs.get(item.knob)
     if knob is None or challenge.is_accepted(knob) or knob.why_not(challenge.context) is not None:
         return None
@@ -449,12 +427,12 @@ def _candidate(item: Attempt, challenge: Challenge, knobs: Mapping[str, Knob]) -
 
 
 def list_skipped(knobs: Iterable[Knob], challenge: Challenge, tried: Container[str], why: str) -> None:
-    """Write down everything that was never tried.
+    """Record everything that was never tried.
 
     Args:
-        knobs: All there are.
-        challenge: What was tried is written down there.
-        tried: Names of the knobs that were turned.
+        knobs: All knobs.
+        challenge: Receives the records.
+        tried: Names of the knobs that were tried.
         why: Why the search ended.
     """
     context = challenge.context
@@ -463,7 +441,7 @@ def list_skipped(knobs: Iterable[Knob], challenge: Challenge, tried: Container[s
         little = too_little_to_gain(knob, context, challenge.best, MINIMUM_GAIN)
         for candidate in knob.candidates(context) if refused is None else ():
             reason = challenge.why_not(candidate, knob.setup_s) or little
-            # Other values of a knob that was turned are slower, unless they were not even tried.
+            # Other values of an accepted knob are slower, unless they were not even tried.
             if not challenge.has_tried(candidate) and (reason or not challenge.is_accepted(knob)):
                 challenge.add(candidate, "skipped", reason or _unless_tried(why), "")
         if refused is not None and knob.name not in tried:

@@ -1,4 +1,4 @@
-"""What a sweep runs: one training per world size and repeat, in which order, with which batch."""
+"""What a sweep runs: one training per world size and repeat, in which order and with which batch."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ MOST_PROCESSES = 100_000
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
-    """A sweep as asked for; `config` has the overrides in it."""
+    """A requested sweep; `config` includes the overrides."""
 
     config: Config
-    world_sizes: tuple[int, ...]  # smallest first
+    world_sizes: tuple[int, ...]  # ascending
     mode: Mode = "strong"
     repeats: int = 3
-    overrides: tuple[str, ...] = ()  # as given, for the variables of the environment come after the file
+    overrides: tuple[str, ...] = ()  # as given, because environment variables are applied after the file
 
     @property
     def fingerprint(self) -> str:
-        """Names the work: sweeps with the same one may share a folder, whatever their world sizes and repeats."""
+        """Identifies the workload: sweeps with the same one may share a folder, with any world sizes and repeats."""
         config = dump_config(self.config, without={"observe": LOGGER_SETTINGS, "storage": None})
         text = config + self.mode + str(self.world_sizes[0])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def runs(self) -> list[tuple[int, int]]:
-        """(world size, repeat) in order: every round visits all sizes, every other round from the largest down.
+        """(world size, repeat) in order: each round visits all sizes, in descending order every other round.
 
-        What changes slowly on the machine then falls on all sizes alike.
+        Slow changes of the machine then affect all sizes alike.
         """
         order: list[tuple[int, int]] = []
         for repeat in range(1, self.repeats + 1):
@@ -45,13 +45,13 @@ class SweepPlan:
         return order
 
     def settings(self, world_size: int) -> list[str]:
-        """Overrides that give a world size its batch.
+        """Overrides that set the batch of a world size.
 
-        Strong: the global batch of the smallest world, shared out; a micro-batch that is set stays the largest there
-        may be. Weak: as many samples on each device as in the smallest world.
+        Strong scaling: the global batch of the smallest world, divided among the ranks; a given micro-batch remains the
+        upper limit. Weak scaling: as many samples per device as in the smallest world.
 
         Raises:
-            ConfigError: The batch does not divide.
+            ConfigError: The batch does not divide evenly.
         """
         training = self.config.training
         least = self.world_sizes[0]
@@ -63,7 +63,7 @@ class SweepPlan:
         parallel = self.config.parallel
         if world_size == 1 and parallel.strategy == "ddp":
             found.append("parallel.strategy=single")
-        if world_size == 1 and parallel.compression != "off":  # alone there is nothing to send
+        if world_size == 1 and parallel.compression != "off":  # a single process sends nothing
             found.append("parallel.compression=off")
         if self.mode == "weak":
             total = first.global_batch // least * world_size
@@ -84,14 +84,14 @@ class SweepPlan:
 
 
 def parse_world_sizes(text: str) -> tuple[int, ...]:
-    """World sizes from `1,2,4`: each once, smallest first.
+    """Parse world sizes such as `1,2,4` into ascending unique numbers.
 
     Raises:
-        ConfigError: They are none.
+        ConfigError: They are not numbers of processes.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() and 0 < int(part) <= MOST_PROCESSES for part in parts):
-        raise ConfigError(f"--world-sizes {text} is no list of numbers of processes; give one such as 1,2,4")
+        raise ConfigError(f"--world-sizes {text} is not a list of numbers of processes; give one such as 1,2,4")
     return tuple(sorted({int(part) for part in parts}))
 
 

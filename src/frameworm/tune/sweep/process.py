@@ -1,4 +1,4 @@
-"""One training of a sweep, as a process of its own that ends with the sweep."""
+"""One training of a sweep, in a process that ends with the sweep."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LAST_BYTES = 2**16
 
 
 class _Stopped(BaseException):
-    """A signal told the sweep to end."""
+    """The sweep received a signal to stop."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -30,15 +30,15 @@ class _Stopped(BaseException):
 
 
 def run_to_end(command: Sequence[str], log: Path, keep_open: int | None = None) -> tuple[int, str]:
-    """Run a command to its end, its output in a file.
+    """Run a command to its end, with its output in a file.
 
     Args:
         command: Program and arguments.
-        log: Takes stdout and stderr.
-        keep_open: A file that stays open in the process, so that a lock on it lasts as long as the process does.
+        log: Receives stdout and stderr.
+        keep_open: A file descriptor that stays open in the process, so that a lock on it lasts as long as the process.
 
     Returns:
-        Exit code (negative: a signal), and the last line it said.
+        Exit code (negative: a signal), and the last line of output.
 
     Raises:
         TrainingInterruptedError: Ctrl-C; the process has ended.
@@ -50,7 +50,7 @@ def run_to_end(command: Sequence[str], log: Path, keep_open: int | None = None) 
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a Ctrl-C reaches it through us, once
+            start_new_session=True,  # so that it gets a Ctrl-C only once, from us
             pass_fds=() if keep_open is None else (keep_open,),
             preexec_fn=_end_with_parent(),
         )
@@ -58,7 +58,7 @@ def run_to_end(command: Sequence[str], log: Path, keep_open: int | None = None) 
             code = process.wait()
         except _Stopped as stop:
             _stop(process, stop.number)
-            again = "go on with it by --resume"
+            again = "continue it with --resume"
             if stop.number == signal.SIGINT:
                 raise TrainingInterruptedError(f"interrupted: completed runs are kept; {again}") from None
             raise TrainingPreemptedError(f"told to stop: completed runs are kept; {again}") from None
@@ -69,7 +69,7 @@ def run_to_end(command: Sequence[str], log: Path, keep_open: int | None = None) 
 
 
 def _stop(process: subprocess.Popen[bytes], number: int) -> None:
-    """Pass a signal on; what has not ended in time is killed with all its kin."""
+    """Pass a signal on; if the process has not ended in time, kill it with all its children."""
     with suppress(ProcessLookupError):
         process.send_signal(number)
     with suppress(subprocess.TimeoutExpired, _Stopped):
@@ -81,7 +81,7 @@ def _stop(process: subprocess.Popen[bytes], number: int) -> None:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """SIGINT and SIGTERM come out as an exception; the handlers before are put back."""
+    """Turn SIGINT and SIGTERM into an exception; the previous handlers are restored."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         raise _Stopped(number)
@@ -95,15 +95,15 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _end_with_parent() -> Callable[[], None] | None:
-    """Have the kernel send the process SIGTERM when the sweep dies without a chance to stop it."""
+    """Make the kernel send the process SIGTERM if the sweep dies without stopping it."""
     if sys.platform != "linux":
         return None
-    # Found before the fork: afterwards nothing may be imported or allocated that another thread could hold.
+    # Loaded before the fork: afterwards an import or allocation may wait for a lock held by another thread.
     control = ctypes.CDLL(None).prctl
     return lambda: control(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) and None
 
 
 def _last_line(log: Path) -> str:
-    """What the process said last; progress that overwrites itself counts as its last state."""
+    """The last line of output; of a progress line that overwrites itself, its last state."""
     last = [line.strip() for line in read_tail(log, _LAST_BYTES).split("\n") if line.strip()]
     return last[-1].rpartition("\r")[2] if last else "it said nothing"

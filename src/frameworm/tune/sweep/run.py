@@ -1,8 +1,8 @@
-"""The scaling sweep: the same training on several numbers of processes, repeated in turns, then judged.
+"""The scaling sweep: the same training on several numbers of processes, repeated in turns, then analysed.
 
-Each run is `frameworm train` itself, in processes of its own, and leaves its run folder under `runs/`. Runs that are
-completed are never made again; one that was cut off is made anew, for half a run measures a start that the others do
-not have. `scaling.json` holds the judgement, beside the report's files.
+Each run is `frameworm train` itself, in separate processes, and leaves its run folder under `runs/`. Completed runs are
+never repeated; an interrupted one is started again from scratch, because a resumed run would measure a start that the
+others do not have. `scaling.json` holds the result, next to the report's files.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 from frameworm.config.load import dump_config, load_config_from_mapping
 from frameworm.errors import DeviceError, MissingPackageError, RunFolderError
-from frameworm.hardware.resolve import look_at_machine, resolve_here
+from frameworm.hardware.resolve import resolve_here, resolve_machine
 from frameworm.launch.allocation import Allocation
-from frameworm.launch.environment import own_command
+from frameworm.launch.environment import own_command, ranks_per_gpu
 from frameworm.records.atomic import make_folder_in, open_to_append, refuse_link, write_atomic
 from frameworm.records.reading import read_json
 from frameworm.records.store import RunFolder
@@ -46,15 +46,15 @@ class SweepRun:
 
     world_size: int
     repeat: int
-    folder: str  # below the sweep's own
-    status: str  # completed, failed, or skipped: that world size has failed before
-    wall_s: float | None = None  # None: made by an earlier call
+    folder: str  # relative to the sweep's own
+    status: str  # completed, failed, or skipped because that world size has failed before
+    wall_s: float | None = None  # None: run by an earlier call
     reason: str | None = None
 
 
 @dataclass(slots=True)
 class SweepResult:
-    """What a sweep leaves behind."""
+    """The result of a sweep."""
 
     plan: SweepPlan
     out: Path
@@ -66,7 +66,7 @@ class SweepResult:
 
     @property
     def failed(self) -> list[SweepRun]:
-        """Runs that did not end well."""
+        """Runs that failed."""
         return [run for run in self.runs if run.status == "failed"]
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,16 +96,19 @@ def run_sweep(
     per_host: int | None = None,
     tell: Tell | None = None,
 ) -> SweepResult:
-    """Run what is missing of a sweep, judge all of it, and write its files.
+    """Run what is missing of a sweep, analyse all of it, and write its files.
 
     Args:
         plan: What to run.
         out: The folder of the sweep.
-        resume: Go on with the sweep in `out`; without it a folder that holds one is refused.
-        warmup: Epochs of each run that do not count.
+        resume: Continue the sweep in `out`; otherwise a folder that holds one is rejected.
+        warmup: Epochs of each run to leave out.
         allocation: Hosts of a SLURM job; None: all processes on this machine.
-        per_host: Most processes on one host of the allocation; its GPUs, or one, unless given.
-        tell: Hears what goes on.
+        per_host: Most processes on one host of the allocation; default: its number of GPUs, or one.
+        tell: Called with progress messages.
+
+    Returns:
+        The result.
 
     Raises:
         ConfigError: The config does not fit one of the world sizes.
@@ -120,13 +123,13 @@ def run_sweep(
 
 
 def _command(plan: SweepPlan, world_size: int, allocation: Allocation | None, per_host: int | None) -> list[str]:
-    """The command of one world size but for its folder; the config is checked for it on the way."""
+    """The command of one world size without its folder; also validates the config for it."""
     settings = [*plan.overrides, *plan.settings(world_size)]
     config = load_config_from_mapping(plan.config.model_dump(), settings)
     resolve_here(config, world_size)
     hosts, workers = 1, world_size
     if allocation is not None:
-        most = per_host or look_at_machine(config).device_count or 1
+        most = per_host or resolve_machine(config).device_count or 1
         hosts, workers = allocation.place(world_size, most)
     command = own_command("train", *shell_settings(settings))
     if world_size > 1:
@@ -135,12 +138,12 @@ def _command(plan: SweepPlan, world_size: int, allocation: Allocation | None, pe
 
 
 def _check_machine(plan: SweepPlan, allocation: Allocation | None) -> None:
-    """Refuse more processes than GPUs."""
+    """Raise if there are more processes than GPUs."""
     if allocation is not None:
         return
-    machine = look_at_machine(plan.config)
+    machine = resolve_machine(plan.config)
     most = plan.world_sizes[-1]
-    if machine.device == "cuda" and most > machine.device_count:
+    if machine.device == "cuda" and most > machine.device_count * ranks_per_gpu():
         raise DeviceError(
             f"world size {most} needs {most} GPUs and this machine has {machine.device_count}: leave it out of "
             "--world-sizes, run inside a SLURM allocation, or set gpu.device=cpu to try the sweep out"
@@ -163,7 +166,7 @@ def _run_all(plan: SweepPlan, out: Path, commands: dict[int, list[str]], tell: T
             run.status, run.reason = "skipped", "an earlier run of this world size failed"
             continue
         tell(f"run {number} of {len(order)}: world size {size}, repeat {repeat}")
-        # What a cut-off run left is in the way of the new one.
+        # Delete what an interrupted run has left.
         refuse_link(folder.path)
         shutil.rmtree(folder.path, ignore_errors=True)
         began = time.monotonic()
@@ -181,7 +184,7 @@ def _run_all(plan: SweepPlan, out: Path, commands: dict[int, list[str]], tell: T
 def _judge(plan: SweepPlan, out: Path, runs: list[SweepRun], warmup: int) -> SweepResult:
     try:
         collection = collect(out / RUNS, warmup)
-    except RunFolderError:  # not one run has come as far as a folder
+    except RunFolderError:  # no run has come as far as a folder
         collection = Collection(())
     result = SweepResult(plan, out, runs, analyse(collection.points), collection)
     if collection.points or collection.excluded:
@@ -195,7 +198,7 @@ def _judge(plan: SweepPlan, out: Path, runs: list[SweepRun], warmup: int) -> Swe
 
 @contextlib.contextmanager
 def _locked(out: Path, plan: SweepPlan, resume: bool, tell: Tell) -> Iterator[int]:
-    """The folder, ours alone until the last of our processes has ended."""
+    """Lock the folder until the last of our processes has ended."""
     try:
         _check_folder(out, resume)
         make_folder_in(out, out / RUNS)
@@ -215,14 +218,14 @@ def _check_folder(out: Path, resume: bool) -> None:
         raise RunFolderError(f"{out} is a file; give a folder as --out")
     if (out / PLAN_NAME).exists():
         if not resume:
-            raise RunFolderError(f"{out} already holds a sweep; go on with it by --resume, or give another --out")
+            raise RunFolderError(f"{out} already holds a sweep; continue it with --resume, or give another --out")
         return
     if any(entry.name not in (LOCK_NAME, RUNS) for entry in out.iterdir()):
-        raise RunFolderError(f"{out} holds something that is no sweep; give a new or an empty folder as --out")
+        raise RunFolderError(f"{out} holds something other than a sweep; give a new or an empty folder as --out")
 
 
 def _wait_for(lock: int, out: Path, tell: Tell) -> None:
-    """A sweep that was killed leaves a training behind that is still saving: wait for it, but not for a living one."""
+    """A killed sweep leaves a training behind that is still saving: wait for that, but not for a running sweep."""
     deadline = time.monotonic() + LOCK_PATIENCE_S
     told = False
     while True:
@@ -239,7 +242,7 @@ def _wait_for(lock: int, out: Path, tell: Tell) -> None:
 
 
 def _check_plan(out: Path, plan: SweepPlan, resume: bool, tell: Tell) -> None:
-    """The folder's own sweep must be this one; a new folder gets its files."""
+    """Check that the folder's sweep is this one; write the plan to a new folder."""
     path = out / PLAN_NAME
     if path.exists():
         try:

@@ -1,4 +1,4 @@
-"""The searching side of a live run: starts its ranks, lets them go window by window, and takes them away again."""
+"""The controlling side of a live run: starts its ranks, lets them run window by window, and removes them again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from frameworm.config.schema import Config
 from frameworm.hardware.host import oom_kills
 from frameworm.records.atomic import written_anew
 from frameworm.records.reading import read_tail
-from frameworm.tune.processes.batch_trial import TrialJob
+from frameworm.tune.processes.batch_trial import RankJob
 from frameworm.tune.processes.forkserver import BAD_FORK, start, stop_forking, warm_up, without_script
 from frameworm.tune.processes.neighbours import Neighbours
 from frameworm.tune.processes.process_tree import RankEnd, free_port, judge, remove
@@ -29,7 +29,7 @@ _KINDS: dict[str, FailureKind] = {"cuda_oom": "oom", "host_oom": "oom", "hang": 
 
 
 class LiveError(Exception):
-    """A live run gave no answer; `failure` says why."""
+    """A live run gave no result; `failure` says why."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.reason)
@@ -38,16 +38,16 @@ class LiveError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """What was measured when all ranks stood still again.
+    """The measurements when all ranks have paused again.
 
     Attributes:
-        seconds: Of the window; None before the first.
-        samples: Of the window, over all ranks.
+        seconds: Duration of the window; None before the first.
+        samples: Samples of the window, over all ranks.
         done: Steps so far.
-        age_s: Time since the process began, less what it stood.
+        age_s: Time since the process began, without pauses.
         ahead_s: How long the device was still busy after the last step.
-        notes: The window's steps, where they were watched; of several ranks the slowest.
-        disturbed: Share of the window that other work on the machine took; see `Neighbours`.
+        notes: The window's steps, if watched; with several ranks those of the slowest.
+        disturbed: Fraction of the window lost to other work on the machine; see `Neighbours`.
     """
 
     seconds: float | None
@@ -60,14 +60,14 @@ class Stand:
 
 
 class Live:
-    """One live run of a config, with one process per rank; to be used in a `with` statement.
+    """One live run of a config, with one process per rank; used in a `with` statement.
 
     Args:
         config: What to run.
-        folder: Where the ranks leave what they say: `rank-N.log`.
+        folder: Folder for the ranks' output: `rank-N.log`.
         deadline: Time of `time.monotonic` at which it counts as hung.
         world_size: Ranks.
-        limit_bytes: Memory a rank may take beside what it has mapped at its start.
+        limit_bytes: Memory a rank may use in addition to what it has mapped at its start.
         learn_steps: See `LiveJob`.
         lockstep: See `LiveJob`.
         compiled: See `LiveJob`.
@@ -93,8 +93,8 @@ class Live:
         self.folder = folder
         self._deadline = deadline
         self._given_s = deadline - time.monotonic()
-        # The size is only asked whether there is one: a rank with one takes part in the group.
-        rank_job = TrialJob(config, str(folder), (1,), world_size=world_size, limit_bytes=limit_bytes)
+        # The value of `sizes` does not matter: a rank with any size takes part in the process group.
+        rank_job = RankJob(config, str(folder), (1,), world_size=world_size, limit_bytes=limit_bytes)
         apart = None if compiled is None else str(compiled.resolve())
         self._job = LiveJob(rank_job, learn_steps, lockstep, apart, whole_epoch, seeds)
         self._processes: list[BaseProcess] = []
@@ -126,11 +126,16 @@ class Live:
     ) -> None:
         self.close()
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
     def stand(self) -> Stand:
-        """Wait until all ranks stand.
+        """Wait until all ranks pause.
 
         Raises:
-            LiveError: They do not.
+            LiveError: They end, fail or hang instead.
         """
         stands = self._expect("stand")
         seconds = [item["seconds"] for item in stands if item["seconds"] is not None]
@@ -144,23 +149,23 @@ class Live:
         return Stand(max(seconds, default=None), first["samples"], first["done"], age_s, ahead_s, tuple(notes))
 
     def go(self, lead_in: int, steps: int, *, watched: bool = False) -> Stand:
-        """One window; see `stand`. With `watched` its steps are told one by one."""
-        neighbours = Neighbours(process.pid for process in self._processes if process.pid is not None)
+        """Run one window; see `stand`. With `watched`, each step is reported."""
+        neighbours = Neighbours(self.pids)
         self._send(Go(lead_in, steps, watched))
         return replace(self.stand(), disturbed=neighbours.disturbance())
 
     def finish(self) -> list[Any]:
-        """Let the run end by itself; what each rank says at its end.
+        """Let the run end regularly, and return each rank's result.
 
         Raises:
-            LiveError: It does not end well.
+            LiveError: It fails.
         """
         if self._job.learn_steps is None and self._job.lockstep is None:
             self._send(None)
         return self._expect("done")
 
     def close(self) -> None:
-        """Take away all processes."""
+        """Remove all processes."""
         for link in self._links:
             link.close()
         remove(self._processes)
@@ -170,14 +175,14 @@ class Live:
 
     def _send(self, word: Go | None) -> None:
         for link in self._links:
-            with suppress(OSError):  # whoever is gone is found when it is listened to
+            with suppress(OSError):  # a rank that is gone is noticed on receiving
                 link.send(word)
 
     def _expect(self, kind: str) -> list[Any]:
         """One message of that kind from every rank."""
         told: dict[int, Any] = {}
         failed: dict[int, dict[str, Any]] = {}
-        lost: set[int] = set()  # ranks that ended without a word
+        lost: set[int] = set()  # ranks that ended without a message
         deadline = self._deadline
         while len(told) < len(self._links):
             left_s = deadline - time.monotonic()
@@ -186,7 +191,7 @@ class Live:
             ends = {process.sentinel: rank for rank, process in enumerate(self._processes) if rank in silent}
             ready = wait([*links, *ends], timeout=max(0.0, left_s))
             for rank in silent:
-                # What a process said before its end is still to be heard.
+                # Messages sent before a process ended can still be received.
                 if self._links[rank].poll():
                     self._receive(rank, self._links[rank], kind, told, failed, lost)
                 elif self._processes[rank].sentinel in ready:
@@ -195,7 +200,7 @@ class Live:
                 told, failed, lost = {}, {}, set()
                 continue
             if failed or lost:
-                # What the others have to say too: they may hang in a collective, and often do.
+                # Wait for the other ranks' messages too: they often hang in a collective.
                 if len(failed) + len(lost) + len(told) == len(self._links) or deadline < time.monotonic():
                     raise LiveError(self._why(failed, in_time=True))
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
@@ -226,7 +231,7 @@ class Live:
             failed[rank] = {"kind": None, "message": f"ended early, at {word}", "consequence": False}
 
     def _bad_fork(self) -> bool:
-        """Start again from nothing where the server cannot give processes that use CUDA."""
+        """Restart without the server if its processes cannot use CUDA."""
         if not self._forks or BAD_FORK not in [process.exitcode for process in self._processes]:
             return False
         stop_forking()

@@ -1,4 +1,4 @@
-"""One rank of a live run: the engine's own run of a config, which stands still between windows until it is its turn."""
+"""One rank of a live run: the engine's own run of a config, which pauses between windows until it is its turn."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ from frameworm.models.workloads import build_workload
 from frameworm.numerics.sample_hash import add_hashes, batch_hash
 from frameworm.records.events import Listener
 from frameworm.records.schema import RunRecord, StepRecord
+from frameworm.torch_private.execution import cuda_lost_in_fork
 from frameworm.tune.processes.batch_data import sample_count
-from frameworm.tune.processes.batch_trial import TrialJob, describe_failure, few_threads, rank_variables, settle_rank
+from frameworm.tune.processes.batch_trial import RankJob, describe_failure, few_threads, rank_variables, settle_rank
 from frameworm.tune.processes.forkserver import BAD_FORK
 from frameworm.tune.trials.warmth import StepNote
 
-FIRST_STEPS = 1  # before it stands for the first time
+FIRST_STEPS = 1  # before the first pause
 _ENDLESS_EPOCHS = 1_000_000
 _MOST_HASHED = 500_000
 _REFUSALS = (ConfigError, DeviceError, MissingPackageError)
 
 
 class Go(NamedTuple):
-    """The parent's word: so many steps that are not timed, then so many that are, each by itself if watched."""
+    """The parent's command: steps to run untimed, then timed steps, each reported if watched."""
 
     lead_in: int
     steps: int
@@ -61,18 +62,18 @@ class Lockstep:
 
 @dataclass(frozen=True)
 class LiveJob:
-    """What a live run is to do.
+    """What a live run should do.
 
     Attributes:
-        rank_job: Config, folder, ranks, port and limit of memory.
-        learn_steps: Only learn for so many steps and tell how; None: stand and go as told.
+        rank_job: Config, folder, ranks, port and memory limit.
+        learn_steps: Only train for this many steps and report; None: pause and continue on command.
         lockstep: Lead or follow another run through the same states instead.
-        whole_epoch: Other steps may hold other samples: the samples of an epoch are told instead of those of each step.
-        compiled: Folder for what the compiler makes. Not the user's: who is killed while writing leaves broken files.
-        seeds: Train with validation for `learn_steps` from each of them instead, and tell how that ended.
+        compiled: Folder for compiled code. Not the user's, because a process killed while writing leaves broken files.
+        whole_epoch: Steps may hold other samples: report the samples of an epoch instead of those of each step.
+        seeds: Train with validation for `learn_steps` from each of these seeds instead, and report the results.
     """
 
-    rank_job: TrialJob
+    rank_job: RankJob
     learn_steps: int | None = None
     lockstep: Lockstep | None = None
     compiled: str | None = None
@@ -81,11 +82,11 @@ class LiveJob:
 
 
 def run_live(job: LiveJob, rank: int, link: Connection) -> None:
-    """Body of the process; it ends here, whatever happens."""
-    if torch.cuda._is_in_bad_fork():  # type: ignore[no-untyped-call, unused-ignore]
+    """Body of the process, which always ends here."""
+    if cuda_lost_in_fork():
         os._exit(BAD_FORK)
     code = 0
-    born = perf_counter()  # not before: the server that forks may have been importing
+    born = perf_counter()  # not earlier: the server that forks may have been importing
     try:
         settle_rank(job.rank_job, rank)
         apart = {} if job.compiled is None else {"TORCHINDUCTOR_CACHE_DIR": job.compiled}
@@ -114,15 +115,15 @@ def run_live(job: LiveJob, rank: int, link: Connection) -> None:
             link.send(("failed", {**describe_failure(error), "refused": refused}))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without the regular end: threads of a collective that nobody will answer would hold the process.
+    # Skip the regular shutdown: threads of a collective that is never answered would block it.
     os._exit(code)
 
 
 class LiveGate(Gate):
-    """Stands after the first steps and after every window, and tells how long the window took.
+    """Pauses after the first steps and after every window, and reports how long the window took.
 
-    Steps are watched while the run warms up: what each took on the host, and how often its shapes had come before.
-    A step that is measured is not: to look at a batch takes microseconds, and the shortest steps have few hundred.
+    Steps are watched while the run warms up: their time on the host, and how often their shapes had been seen before.
+    Measured steps are not, because inspecting a batch takes microseconds and the shortest steps only a few hundred.
     """
 
     def __init__(self, link: Connection, device: torch.device, born: float) -> None:
@@ -165,7 +166,7 @@ class LiveGate(Gate):
                 return "end"
             self._start_at, self._stop_at = done + word.lead_in, done + word.lead_in + word.steps
             self._watched = word.watched
-            # What is watched warms up: the run's figures should be those of steps that have.
+            # Watched windows are warm-up, so statistics of the run start after them.
             passage = "reset" if word.watched else "waited"
         if done == self._start_at:
             self._samples = 0
@@ -174,7 +175,7 @@ class LiveGate(Gate):
         return passage
 
     def admit(self, batch: StepBatch) -> None:
-        """Count what goes in, and look at it while the run warms up."""
+        """Count the samples, and inspect the batch while the run warms up."""
         self._samples += batch.global_samples
         if self._watched:
             shapes = tuple([tensor.shape for micro in batch.batches for tensor in tensors_in(micro)])
@@ -191,21 +192,21 @@ class LiveGate(Gate):
         try:
             word: Go | None = self._link.recv()
         except EOFError:
-            os._exit(1)  # nobody is left who wants to know
+            os._exit(1)  # the parent is gone
         return word
 
 
-def _train(job: TrialJob, link: Connection, born: float) -> dict[str, Any]:
+def _train(job: RankJob, link: Connection, born: float) -> dict[str, Any]:
     endless = {"epochs": _ENDLESS_EPOCHS, "max_steps": None, "early_stop": None}
     config = resolve_here(_quiet(job.config, endless), job.world_size)
-    # Validation is left out: every config pays the same for it.
+    # Without validation, which costs every config the same.
     workload = replace(build_workload(config), val_data=None)
     device = torch.device(config.gpu.device if config.gpu.device != "auto" else "cpu")
     return _summary(train_workload(config, workload, gate=LiveGate(link, device, born)))
 
 
 def _quiet(config: Config, training: dict[str, Any]) -> Config:
-    """The config as for training, but for all that lasts or helps itself."""
+    """The training config without anything that lasts (logs, traces) or recovers by itself."""
     config = config.model_copy(deep=True)
     config.training = config.training.model_copy(update=training)
     config.observe = config.observe.model_copy(update={"sinks": [], "loggers": [], "progress": False, "trace": "off"})
@@ -229,7 +230,7 @@ def _summary(record: RunRecord) -> dict[str, Any]:
 
 
 class LearnGate(Gate):
-    """Writes down what goes into each step, and ends the run after a number of them."""
+    """Records the samples of each step, and ends the run after a number of steps."""
 
     def __init__(self, steps: int, inner: Gate | None = None) -> None:
         self._steps = steps
@@ -239,11 +240,11 @@ class LearnGate(Gate):
         self.real_tokens: list[int | None] = []
 
     def enter(self, step: int) -> Passage:
-        """Until there are enough."""
+        """End the run when there are enough steps."""
         return "end" if step > self._steps else self._inner.enter(step)
 
     def admit(self, batch: StepBatch) -> None:
-        """Look at the samples; fillers are none."""
+        """Hash the samples, without fillers."""
         self._inner.admit(batch)
         there = [item for item, count in zip(batch.batches, batch.samples) if count]
         self.samples.append(add_hashes([batch_hash(item) for item in there]))
@@ -251,21 +252,21 @@ class LearnGate(Gate):
 
 
 class _Losses(Listener):
-    """Keeps the loss of every step, and how many samples or tokens it is the mean of."""
+    """Keeps the loss of every step, and the number of samples or tokens it is the mean of."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[float | None, float | None]] = []
 
     def on_step(self, step: StepRecord) -> None:
-        """One more."""
+        """Record the loss of one finished step."""
         self.seen.append((step.loss, step.count))
 
 
-def _learn(job: TrialJob, steps: int) -> dict[str, Any]:
-    """Train for some steps; what went in, and which parameters moved."""
+def _learn(job: RankJob, steps: int) -> dict[str, Any]:
+    """Train for some steps; report the samples, the losses and which parameters changed."""
     config = resolve_here(_quiet(job.config, {"early_stop": None, **_soon(job.config, steps)}), job.world_size)
     workload = replace(build_workload(config), val_data=None)
-    # All of them: one that a config has frozen must not vanish from the comparison.
+    # All parameters, so that frozen ones do not disappear from the comparison.
     before = {name: parameter.detach().clone() for name, parameter in workload.model.named_parameters()}
     gate, losses = LearnGate(steps), _Losses()
     train_workload(config, workload, gate=gate, callbacks=[losses])
@@ -275,8 +276,8 @@ def _learn(job: TrialJob, steps: int) -> dict[str, Any]:
     return {**_noted(gate, losses), "moved": sorted(moved) if whole else None}
 
 
-def _compare(job: TrialJob, lockstep: Lockstep) -> dict[str, Any]:
-    """Lead or follow another run through the same states; what went in, and what was measured."""
+def _compare(job: RankJob, lockstep: Lockstep) -> dict[str, Any]:
+    """Lead or follow another run through the same states; report the samples, the losses and the comparison."""
     plan = lockstep.plan
     limits = {"early_stop": None, "epochs": _ENDLESS_EPOCHS, **_soon(job.config, plan.steps[-1])}
     config = resolve_here(_quiet(job.config, limits), job.world_size)
@@ -295,19 +296,19 @@ def _noted(gate: LearnGate, losses: _Losses) -> dict[str, Any]:
 
 
 def _soon(config: Config, steps: int) -> dict[str, Any]:
-    """As long a run that the rate has climbed to its peak halfway: at the foot of a long climb nothing is learned."""
+    """Limits for a run in which the learning rate peaks halfway: at the start of a long warm-up nothing is learned."""
     training = config.training
     most = 2 * steps
-    if 0 < training.warmup < 1 and training.schedule != "onecycle":  # which begins high enough
+    if 0 < training.warmup < 1 and training.schedule != "onecycle":  # onecycle starts high enough
         most = max(most, math.ceil(steps / 2 / training.warmup))
     most = most if training.max_steps is None else max(min(most, training.max_steps), steps)
-    # A climb of a number of steps is as long in a short run, unless it is told otherwise.
+    # A warm-up given in steps does not shrink with the run, so it is shortened here.
     shorter = {"warmup": min(training.warmup, max(1.0, steps // 2))} if training.warmup >= 1 else {}
     return {"max_steps": most, **shorter}
 
 
 class _CurveGate(Gate):
-    """Counts the samples of a run, and validates on the way."""
+    """Counts the samples of a run, and validates at points of a curve."""
 
     def __init__(self, steps: int) -> None:
         self._validate_before = {math.ceil(fraction * steps) + 1 for fraction in CURVE if fraction < 1}
@@ -315,23 +316,23 @@ class _CurveGate(Gate):
         self.curve: list[tuple[int, float]] = []
 
     def enter(self, step: int) -> Passage:
-        """Validate after the steps of the curve, once: the first step of an epoch enters twice."""
+        """Validate once after each point of the curve: the first step of an epoch enters twice."""
         if step not in self._validate_before:
             return "go"
         self._validate_before.remove(step)
         return "validate"
 
     def validated(self, loss: float | None) -> None:
-        """Write the loss down."""
+        """Record the loss."""
         self.curve.append((self.samples, math.nan if loss is None else loss))
 
     def admit(self, batch: StepBatch) -> None:
-        """Over all ranks."""
+        """Count the samples over all ranks."""
         self.samples += batch.global_samples
 
 
-def _train_longer(job: TrialJob, steps: int, seed: int) -> dict[str, Any]:
-    """A whole run of some steps with its own schedule: other weights, order and dropout, but the same data."""
+def _train_longer(job: RankJob, steps: int, seed: int) -> dict[str, Any]:
+    """A whole short run with its own schedule: another seed for weights, order and dropout, but the same data."""
     config = resolve_here(_quiet(job.config, {"early_stop": None, "max_steps": steps}), job.world_size)
     workload = build_workload(config, weights_seed=seed)
     gate, losses = _CurveGate(steps), _Losses()
@@ -348,8 +349,8 @@ def _train_longer(job: TrialJob, steps: int, seed: int) -> dict[str, Any]:
     }
 
 
-def _epoch(job: TrialJob) -> tuple[int | None, int | None]:
-    """Hash of the samples of the first epoch, and their tokens; None where nobody knows, or it would take too long."""
+def _epoch(job: RankJob) -> tuple[int | None, int | None]:
+    """Hash and token count of the first epoch's samples; None if unknown, or if it would take too long."""
     config = resolve_here(_quiet(job.config, {}), job.world_size)
     workload = build_workload(config)
     count = sample_count(workload.train_data)

@@ -1,4 +1,4 @@
-"""What the search asks of the runner of trials, and what it is told: plain values that a journal can hold."""
+"""Requests to the runner of trials, and its results: plain values that a journal can hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from frameworm.config.schema import Config
 from frameworm.guard.agreement import ROUNDING_UNITS
-from frameworm.guard.proof import Mathematics, Proof
+from frameworm.guard.proof import NumericsEffect, Proof
 from frameworm.guard.quality import Margin, Quality
 from frameworm.tune.knobs.context import Changes
 
@@ -21,7 +21,7 @@ FailureKind = Literal["oom", "capture_refused", "crash", "hang", "not_applicable
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a trial gave no figure."""
+    """Why a trial gave no result."""
 
     kind: FailureKind
     reason: str
@@ -32,13 +32,13 @@ class TrialRequest:
     """One run of a config to be measured.
 
     Attributes:
-        id: The same for the same config; a name for its folder.
+        id: The same for the same config; also the name of its folder.
         config: What to run.
         label: What is tried, for people.
-        timeout_s: Seconds it may take; None: the runner's own limit.
-        keep_going: To be asked after each measured window with the seconds per sample of all so far; False: the
-            candidate is clearly worse, and the trial ends there with `stopped_early`.
-        beside: The trial that it will be held against: where its steps take about as long, the same ones are measured.
+        timeout_s: Time limit; None: the runner's own.
+        keep_going: Called after each measured window with the seconds per sample of all so far; False: the candidate is
+            clearly worse, and the trial ends with `stopped_early`.
+        beside: The trial to compare with: if its steps take about as long, the same steps are measured.
     """
 
     id: str
@@ -51,19 +51,18 @@ class TrialRequest:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What a trial measured, or why it did not.
+    """The measurements of a trial, or why there are none.
 
     Attributes:
-        seconds_per_sample: One figure per measured window, warm-up left out.
-        setup_s: Start-up that every run pays once, compiling and capturing included.
+        seconds_per_sample: One value per measured window, after warm-up.
+        setup_s: Start-up time that every run pays once, including compiling and capturing.
         verdict: The run's verdict.
-        findings: The run's findings, as `summary.json` has them.
-        stopped_early: `keep_going` said no.
-        failure: Why there are no figures.
+        findings: The run's findings, as in `summary.json`.
+        stopped_early: `keep_going` returned False.
+        failure: Why there are no measurements.
         details: Anything JSON can hold: phases, memory, where stderr is kept.
-        steps: The first step of the first window, and of each window the steps before the clock starts and those that
-            count; None: not known.
-        disturbed: Share of the windows that other work on the machine took.
+        steps: The first step of the first window, and for each window its untimed and its timed steps; None: unknown.
+        disturbed: Fraction of the windows lost to other work on the machine.
     """
 
     seconds_per_sample: Sequence[float] = ()
@@ -82,7 +81,7 @@ class TrialResult:
         return median(self.seconds_per_sample) if self.seconds_per_sample else math.inf
 
     def times_as_fast_as(self, other: TrialResult) -> float:
-        """How many times as fast as another; window by window, where the same steps were measured."""
+        """The speedup over another trial; window by window if the same steps were measured."""
         pairs = list(zip(other.seconds_per_sample, self.seconds_per_sample))
         if self.steps is None or self.steps != other.steps or not pairs:
             return other.sample_s / self.sample_s
@@ -106,24 +105,24 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class ProofRequest:
-    """Two configs to be measured in turns and compared in what they learn.
+    """Two configs to be measured in turns and whose learning is compared.
 
     Attributes:
         id: The same for the same two configs.
         baseline: The side before the change; its windows are `before`.
         candidate: The side after it.
-        learning_baseline: What the baseline runs for the comparison of learning: without dropout, whose masks are not
-            the same under other kernels, and with the same samples per step as the candidate.
+        learning_baseline: The baseline's config for comparing learning: without dropout, whose masks differ between
+            kernels, and with the same samples per step as the candidate.
         learning_candidate: The same for the candidate.
-        mathematics: What the change can do to the numbers.
         drawing_baseline: The learning baseline with dropout as in training, to compare random draws.
         drawing_candidate: The same for the candidate.
-        units: Units of rounding of the baseline and of the candidate.
-        consent: The user allows other mathematics.
+        numerics_effect: How the change can affect numerics.
+        units: Rounding units of the baseline and of the candidate.
+        consent: The user allows changes of numerics.
         label: What is proved, for people.
-        timeout_s: Seconds it may take; None: the runner's own limit.
-        last: It may take all of them: nothing comes after it.
-        expected_s: What it should take; 0: nobody knows.
+        timeout_s: Time limit; None: the runner's own.
+        last: It may use all of that time, because nothing follows it.
+        expected_s: Its expected duration; 0: unknown.
     """
 
     id: str
@@ -133,7 +132,7 @@ class ProofRequest:
     learning_candidate: Config
     drawing_baseline: Config
     drawing_candidate: Config
-    mathematics: Mathematics
+    numerics_effect: NumericsEffect
     units: tuple[float, float]
     consent: bool
     label: str
@@ -143,7 +142,7 @@ class ProofRequest:
 
     @property
     def configs(self) -> tuple[Config, ...]:
-        """All configs, baselines and candidates in turn."""
+        """All configs, alternating between baselines and candidates."""
         learning = (self.learning_baseline, self.learning_candidate)
         return (self.baseline, self.candidate, *learning, self.drawing_baseline, self.drawing_candidate)
 
@@ -185,7 +184,7 @@ class ProofResult:
 
 
 @dataclass(frozen=True)
-class LongerRequest:
+class QualityCheckRequest:
     """Two configs to be trained for longer, with validation, from several seeds.
 
     Attributes:
@@ -193,11 +192,11 @@ class LongerRequest:
         baseline: The side before the change.
         candidate: The side after it.
         steps: Steps of each training.
-        looks: Numbers of seeds after which it is judged; the first answer that stands ends it.
-        expected_s: What it should take until the second look.
+        looks: Numbers of seeds after which it is judged; the first clear answer ends it.
+        expected_s: Expected duration until the second judgement.
         label: What is checked, for people.
-        timeout_s: Seconds it may take, if that is less than some times what is expected.
-        margin: What the candidate may cost in quality.
+        timeout_s: Time limit, if it is shorter than a multiple of the expected duration.
+        margin: How much quality the candidate may cost.
     """
 
     id: str
@@ -212,8 +211,8 @@ class LongerRequest:
 
 
 @dataclass(frozen=True)
-class LongerResult:
-    """How both sides ended, or why that is not known; `details` as for a trial."""
+class QualityCheckResult:
+    """The results of both sides, or why there are none; `details` as for a trial."""
 
     quality: Quality | None = None
     failure: Failure | None = None
@@ -224,7 +223,7 @@ class LongerResult:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> LongerResult:
+    def from_json(cls, values: Mapping[str, Any]) -> QualityCheckResult:
         """The result that `to_json` wrote."""
         quality, failure = values.get("quality"), values.get("failure")
         return cls(
@@ -236,25 +235,25 @@ class LongerResult:
 
 RunTrial = Callable[[TrialRequest], TrialResult]
 Prove = Callable[[ProofRequest], ProofResult]
-CheckLonger = Callable[[LongerRequest], LongerResult]
+CheckLonger = Callable[[QualityCheckRequest], QualityCheckResult]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a search may take; None: no limit. Trials, proofs and quality checks count alike."""
+    """The budget of a search; None: no limit. Trials, proofs and quality checks count alike."""
 
     time_s: float | None = None
     trials: int | None = None
 
 
 def digest_of(*configs: Config) -> str:
-    """A short name that only equal configs share."""
+    """A short name shared only by equal configs."""
     text = json.dumps([config.model_dump(mode="json") for config in configs], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def rounding_unit(*resolved: Config) -> float:
-    """Unit of rounding of the coarsest numbers that resolved configs compute or send with."""
+    """Rounding unit of the coarsest number format that resolved configs compute or communicate with."""
     units = [ROUNDING_UNITS["fp32"]]
     for config in resolved:
         if config.gpu.device == "cuda" and config.gpu.tf32:
@@ -268,5 +267,5 @@ def _words(config: Config) -> tuple[str, ...]:
 
 
 def without_dropout(config: Config) -> Changes:
-    """The changes that leave chance out of a built-in model."""
+    """Changes that turn off dropout in a built-in model."""
     return {"model.dropout": 0.0} if getattr(config.model, "dropout", 0.0) else {}

@@ -1,4 +1,4 @@
-"""How long trials and proofs may take, from what is left of a budget and what others of their kind took."""
+"""Time limits of trials and proofs, from the remaining budget and the duration of earlier ones."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from typing import NamedTuple
 from frameworm.config.schema import Config
 from frameworm.tune.trials.outcomes import ProofRequest
 
-# No trial takes more than this share of what is left of a budget, unless that is less than a trial needs.
+# Largest fraction of the remaining budget for one trial, unless a trial needs more than that.
 _MOST_OF_BUDGET = 0.25
 _LEAST_S = 30.0
-# But it may always take so many times what one of its kind took before: what compiles, captures, or neither.
+# A trial always gets this multiple of the longest earlier one of its kind (compiling, capturing, or neither),
 _TIMES_LONGEST = 2.0
-# And so much longer than one that does neither, until the first that compiles has shown what that takes.
+# and this much more than one that does neither, until the first one that compiles shows how long that takes;
 _FIRST_COMPILE_S = 90.0
-_FIRST_TIMED_COMPILE_S = 240.0  # where kernels are timed
-# A proof may always take so many times what it should.
+_FIRST_TIMED_COMPILE_S = 240.0  # or this, if the compiler times kernels.
+# A proof always gets this multiple of its expected duration.
 _TIMES_EXPECTED = 1.5
-# Nor may a trial take more than so many times what one took before, where it has nothing to compile.
+# Without anything to compile, a trial gets at most this multiple of an earlier one.
 _MOST_TIMES = 5.0
 _LEAST_TIMES_S = 15.0
 
 
 class Limit(NamedTuple):
-    """Seconds that something may take, and whether it is the budget that says so."""
+    """A time limit in seconds, and whether it is due to the budget."""
 
     seconds: float
     by_budget: bool
 
 
 class Patience:
-    """Says how long to wait.
+    """Decides how long to wait.
 
     Args:
-        limit_s: Longest a trial may take; twice that for a proof.
+        limit_s: Most seconds for a trial; twice that for a proof.
     """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self.usual_s: float | None = None  # what the first trial took
+        self.usual_s: float | None = None  # duration of the first trial
         self._longest_s: dict[tuple[str, bool], float] = {}  # of trials, by how they compile and whether they capture
 
     def for_trial(self, config: Config, timeout_s: float | None) -> Limit:
-        """The limit of a trial; `timeout_s` is what the budget has left for it."""
+        """The limit of a trial; `timeout_s` is the remaining budget."""
         kind = _kind(config)
         known_s = self._longest_s.get(kind)
         least_s = _TIMES_LONGEST * (known_s or 0.0)
@@ -56,14 +56,14 @@ class Patience:
         return limit
 
     def for_proof(self, request: ProofRequest) -> Limit:
-        """The limit of a proof; the last one of a search may take all that is left."""
+        """The limit of a proof; the last one of a search may use all the remaining time."""
         least_s = _TIMES_EXPECTED * request.expected_s
         if request.last and request.timeout_s is not None:
             least_s = request.timeout_s
         return self._limit(request.timeout_s, 2, least_s)
 
     def learn(self, config: Config, took_s: float) -> None:
-        """A trial that went well took so long."""
+        """Record the duration of a successful trial."""
         kind = _kind(config)
         self._longest_s[kind] = max(self._longest_s.get(kind, 0.0), took_s)
         if self.usual_s is None:
@@ -79,7 +79,7 @@ class Patience:
 
 
 def prepares(config: Config) -> bool:
-    """Whether its first steps do more than train."""
+    """Whether its first steps compile or capture."""
     return config.gpu.compile_model or config.gpu.capture != "off"
 
 

@@ -1,4 +1,4 @@
-"""Trials and proofs of a search, made with live runs of the engine; see `outcomes` for what is asked and told."""
+"""Trials and proofs of a search, using live runs of the engine; see `outcomes` for requests and results."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from typing import Any
 
 from frameworm.config.schema import Config
 from frameworm.engine.lockstep import Plan
+from frameworm.engine.step.capture import steps_before_replay
 from frameworm.guard.agreement import Agreement, judge_agreement
 from frameworm.guard.gain import Window
 from frameworm.guard.proof import Evidence, Learning, Proof, StepEvidence, prove
-from frameworm.hardware.resolve import look_at_machine
+from frameworm.hardware.resolve import resolve_machine
 from frameworm.numerics.sample_hash import add_hashes
 from frameworm.records.atomic import make_folder_in
 from frameworm.tune.trials.live import Live, LiveError
 from frameworm.tune.trials.live_rank import Lockstep
-from frameworm.tune.trials.longer import train_both
 from frameworm.tune.trials.outcomes import (
     Failure,
-    LongerRequest,
-    LongerResult,
     ProofRequest,
     ProofResult,
+    QualityCheckRequest,
+    QualityCheckResult,
     TrialRequest,
     TrialResult,
 )
 from frameworm.tune.trials.patience import Patience, prepares
+from frameworm.tune.trials.quality_check import train_both
 from frameworm.tune.trials.short_steps import ShortSteps
 from frameworm.tune.trials.windows import (
     DISTURBED,
@@ -48,33 +49,33 @@ from frameworm.tune.trials.windows import (
 )
 
 _NOT_CAPTURED = "the step was not captured"
-# The steps after the first may be slower than later ones, but not all of them by this much where nothing is compiled.
+# Early steps may be slower than later ones, but not all of them by this factor if nothing is compiled.
 _SLOW_START = 3.0
 _FIRST_LOOKS = 3
-# The start of a run of which nothing is compiled, and how much longer than its steps learning may take.
+# Start-up time of a run without compilation, and the safety factor for the duration of learning.
 _START_S = 1.0
 _MARGIN = 1.3
-# Steps after which a captured step is replayed, and steps whose states are compared later, on these batches.
+# Steps after which a captured step is replayed, and batches on which states are compared again later.
 _WARM_STEPS = 5
 _EARLY = (1, 3)
-# What the leading side computes at a compared state, in steps of its own: repeated, perturbed, in other precisions.
+# Extra steps that the leading side computes at a compared state: repeated, perturbed, in other precisions.
 _STEPS_PER_STATE = 8
 _PLENTY_BYTES = 16 * 2**30
-# How long a trial waits, in all, for windows that other work leaves alone: of its time, and at most.
+# How long a trial waits in total for undisturbed windows: as a fraction of its time, and at most.
 _MOST_TO_REST, _MOST_RESTS_S = 0.2, 5.0
-# Both sides of two comparisons, each with states to compare, may take this share of the device's memory.
+# Both sides of two comparisons, each with states to compare, may use this fraction of the device's memory.
 _RUNS, _ROOMY = 4, 0.5
 
 
 class TrialRunner:
-    """Runs what a search asks for.
+    """Runs the trials and proofs of a search.
 
     Args:
-        folder: What trials and proofs say is kept in it, in a folder for each.
+        folder: Folder for the output of trials and proofs, in a subfolder for each.
         world_size: Processes of every run.
-        effort: How much is measured.
-        limit_bytes: Memory each process may take beside Python and torch; None: what the system allows.
-        short_steps: Cuts steps that take long; None: none are cut.
+        effort: How much to measure.
+        limit_bytes: Memory each process may use in addition to Python and torch; None: the system's limit.
+        short_steps: Shortens long steps; None: steps are not changed.
         device_bytes: Memory of the GPU; None: there is none.
     """
 
@@ -94,20 +95,20 @@ class TrialRunner:
         self._limit_bytes = limit_bytes
         self._short_steps = short_steps
         self._patience = Patience(self._effort.limit_s)
-        self._starts_s = 2 * _START_S  # of both sides for their learning
+        self._starts_s = 2 * _START_S  # of both sides, when learning is compared
         self._device_bytes, self._peak_bytes = device_bytes, 0
-        self._draws = device_bytes is not None  # numbers at random, as far as is known
-        # The compiler unpickles what it finds in its cache. The search's folder may have come from anywhere, so the
-        # cache is a private folder that starts out empty and ends with this object.
+        self._draws = device_bytes is not None  # whether the workload draws random numbers, as far as known
+        # The compiler unpickles files from its cache. The search's folder may come from anywhere, so the cache is a
+        # private folder that starts empty and is deleted with this object.
         self.compiled = Path(tempfile.mkdtemp(prefix="frameworm-compiled-"))
         self._remove_compiled = weakref.finalize(self, shutil.rmtree, self.compiled, ignore_errors=True)
 
     def close(self) -> None:
-        """Remove what the compiler made; no trial may follow."""
+        """Delete the compiler cache; no trial may follow."""
         self._remove_compiled()
 
     def forget_compiled(self, since: float) -> None:
-        """Remove what the compiler has made since then (by `time.time`): a trial was killed while it may have written.
+        """Delete what the compiler has written since a time, because a trial was killed while it may have been writing.
 
         Args:
             since: Time of `time.time`.
@@ -132,7 +133,7 @@ class TrialRunner:
                 live.stand()
                 if (slow := self._slow_start(live, request)) is not None:
                     return TrialResult((slow,), stopped_early=True, details=details)
-                step_s, warm = warm_up(live, self._effort, deadline)
+                step_s, warm = warm_up(live, self._effort, deadline, self._first_replay(config))
                 steps = go_beside(live, warm.done, step_s, window_of(step_s, self._effort, config), request.beside)
                 last_call = time.monotonic() + min(_MOST_RESTS_S, _MOST_TO_REST * (deadline - time.monotonic()))
                 for count in range(1, self._effort.windows + 1):
@@ -149,7 +150,7 @@ class TrialRunner:
             return TrialResult(failure=_told(error.failure, by_budget), details=details)
         self._patience.learn(request.config, time.monotonic() - began)
         self._peak_bytes = max(self._peak_bytes, told["peak_bytes"] or 0)
-        # What its start took beyond its steps, as they were once it was warm.
+        # The time its start took beyond the usual duration of its steps when warm.
         step_s = median(windows) * warm.samples / len(warm.notes)
         setup_s = max(0.0, warm.age_s - warm.done * step_s)
         factor = 1 if self._short_steps is None else self._short_steps.factor
@@ -166,13 +167,13 @@ class TrialRunner:
             tuple(told["findings"]),
             stopped_early,
             details=details,
-            # Windows that were repeated hold later steps than those of the other trial.
+            # Repeated windows hold later steps than those of the other trial.
             steps=None if any(window.repeated for window in measured) else (steps.first, *steps.size),
             disturbed=disturbed,
         )
 
     def prove(self, request: ProofRequest) -> ProofResult:
-        """Measure two configs in turns, and compare what they learn if that is worth while."""
+        """Measure two configs in turns, and compare their learning if the gain is confirmed."""
         folder = self._folder / "proofs" / request.id
         details: dict[str, Any] = {"log": str(folder)}
         since = time.time()
@@ -187,14 +188,14 @@ class TrialRunner:
             if proof.checks[0].passed:
                 evidence = self._compare(request, folder, deadline, step_s)
                 proof = self._judge(request, windows, evidence)
-            else:  # what was learned was not asked for
+            else:  # learning was not compared
                 proof = replace(proof, reason=proof.checks[0].detail, checks=proof.checks[:1])
         except LiveError as error:
             self.forget_compiled(since)
             return ProofResult(failure=_told(error.failure, by_budget), details=details)
         return ProofResult(proof, details=details)
 
-    def check_longer(self, request: LongerRequest) -> LongerResult:
+    def check_quality(self, request: QualityCheckRequest) -> QualityCheckResult:
         """Train two configs for longer from several seeds; see `longer`."""
         folder = self._folder / "checks" / request.id
 
@@ -203,25 +204,25 @@ class TrialRunner:
 
         since = time.time()
         # As in `_learn`: on a GPU both sides train at once.
-        result = train_both(request, start, together=look_at_machine(request.baseline).device == "cuda")
+        result = train_both(request, start, together=resolve_machine(request.baseline).device == "cuda")
         if result.failure is not None:
             self.forget_compiled(since)
         return replace(result, details={"log": str(folder), **result.details})
 
     def _cut(self, folder: Path, deadline: float, *configs: Config) -> list[Config]:
-        """The configs with shorter steps, all or none; the first time a look at one shows how long they are."""
+        """The configs with shorter steps, all or none; the first call measures how long the steps are."""
         short = self._short_steps
         if short is None:
             return list(configs)
         if short.factor is None:
             with self._live(configs[0], folder, deadline) as live:
                 live.stand()
-                live.go(0, 1)  # the first takes longer than all others
+                live.go(0, 1)  # the first step takes longer than all others
                 short.decide(live.go(0, 1).seconds)
         return short.cut_alike(configs)
 
     def _judge(self, request: ProofRequest, windows: Sequence[Window], evidence: Evidence | None) -> Proof:
-        return prove(windows, evidence, mathematics=request.mathematics, consent=request.consent)
+        return prove(windows, evidence, numerics_effect=request.numerics_effect, consent=request.consent)
 
     def _take_turns(self, request: ProofRequest, folder: Path, deadline: float) -> tuple[list[Window], float]:
         """Windows of both sides in turns, and the slower side's seconds per step."""
@@ -232,27 +233,32 @@ class TrialRunner:
             began = time.monotonic()
             before.stand()
             after.stand()
-            # As in `_learn`, where both start at once or one after the other.
-            starts = 1 if look_at_machine(request.baseline).device == "cuda" else 2
+            # As in `_learn`: on a GPU both start at once, otherwise one after the other.
+            starts = 1 if resolve_machine(request.baseline).device == "cuda" else 2
             self._starts_s = starts * max(_START_S, time.monotonic() - began)
             sides = ((before, request.baseline), (after, request.candidate))
-            return take_turns(sides, self._effort, deadline, self._learning_s)
+            replayed = max(map(self._first_replay, request.configs))
+            return take_turns(sides, self._effort, deadline, self._learning_s, replayed)
+
+    def _first_replay(self, config: Config) -> int:
+        return steps_before_replay(config, self._world_size)
 
     def _learn_steps(self, step_s: float) -> int:
         fewest, most = self._effort.learn_steps
         return max(fewest, min(most, round(self._effort.learn_s / step_s)))
 
     def _learning_s(self, before_s: float, after_s: float) -> float:
-        """What must be left of the time when the last window ends."""
+        """Time to reserve for comparing learning when the last window ends."""
         steps, states = self._learn_steps(max(before_s, after_s)), self._effort.states
         led_s = (steps + states * _STEPS_PER_STATE) * before_s
         return self._starts_s + _MARGIN * (led_s + (steps + 2 * states) * after_s)
 
     def _compare(self, request: ProofRequest, folder: Path, deadline: float, step_s: float) -> Evidence:
-        """Both sides from the same states and with the same samples, or what they learn where that is not possible."""
-        if request.mathematics == "more":
+        """Compare both sides from the same states with the same samples, or their learning if that is impossible."""
+        if request.numerics_effect == "more":
             return self._learn(request, folder, deadline, step_s)
-        steps = compared_steps(self._learn_steps(step_s), self._effort.states)
+        replayed = max(map(self._first_replay, (request.learning_baseline, request.learning_candidate)))
+        steps = compared_steps(self._learn_steps(step_s), self._effort.states, replayed)
         gpu = request.learning_candidate.gpu
         plan = Plan(
             "",
@@ -266,14 +272,14 @@ class TrialRunner:
         sides = (request.learning_baseline, request.learning_candidate)
         shipped = (request.drawing_baseline, request.drawing_candidate)
         drawing = replace(plan, steps=steps[:1], early=(), updates=(), draws=self._effort.draws)
-        may_draw = request.mathematics == "rounding"
+        may_draw = request.numerics_effect == "rounding"
         with ExitStack() as stack:
 
             def begin(sides: tuple[Config, Config], name: str, plan: Plan) -> Callable[[], tuple[list[Any], list[Any]]]:
                 return stack.enter_context(self._in_lockstep(request, sides, folder / name, plan, deadline))
 
             compared = begin(sides, "lockstep", plan)
-            # Their start takes longer than what they do: it may go on meanwhile, where there may be need of them.
+            # Starting takes longer than the comparison itself, so start this meanwhile if it may be needed.
             drawn = begin(shipped, "draws", drawing) if may_draw and self._draws and self._has_room() else None
             before, after = compared()
             self._draws = any(told["random"] for told in before) or sides[0] != request.drawing_baseline
@@ -287,14 +293,14 @@ class TrialRunner:
         return Evidence(merged(before), merged(after), agreement)
 
     def _has_room(self) -> bool:
-        """Whether the device has room for two more runs beside two."""
+        """Whether the device has memory for two more runs besides two."""
         return self._device_bytes is not None and _RUNS * self._peak_bytes < _ROOMY * self._device_bytes
 
     @contextmanager
     def _in_lockstep(
         self, request: ProofRequest, sides: tuple[Config, Config], folder: Path, plan: Plan, deadline: float
     ) -> Iterator[Callable[[], tuple[list[Any], list[Any]]]]:
-        """One run that leads and one that follows; gives what waits for them, and tells what the ranks of each told."""
+        """Start a leading and a following run; yields a function that waits for them and returns their results."""
         plans = [replace(plan, unit=unit) for unit in (request.units[0], max(request.units))]
         with state_folder() as states, ExitStack() as stack:
 
@@ -303,9 +309,9 @@ class TrialRunner:
                 place = folder / ("leading", "following")[side]
                 return stack.enter_context(self._live(sides[side], place, deadline, lockstep=lockstep))
 
-            # Nothing is timed. On a GPU their starts and compilations overlap; on the CPU they would only get in each
-            # other's way.
-            together = look_at_machine(request.baseline).device == "cuda"
+            # Nothing is timed here. On a GPU their starts and compilations overlap; on a CPU they would only slow each
+            # other down.
+            together = resolve_machine(request.baseline).device == "cuda"
             lives = [begin(0), begin(1)] if together else []
 
             def finish() -> tuple[list[Any], list[Any]]:
@@ -315,7 +321,7 @@ class TrialRunner:
             yield finish
 
     def _learn(self, request: ProofRequest, folder: Path, deadline: float, step_s: float) -> Evidence:
-        """Both sides from the same weights, each with the samples that its own steps take."""
+        """Compare both sides from the same weights, each with the samples of its own steps."""
         steps = self._learn_steps(step_s)
         asked = [
             (request.learning_candidate, folder / "learning-after"),
@@ -323,7 +329,7 @@ class TrialRunner:
         ]
         told: list[Learning] = []
         with ExitStack() as stack:
-            together = look_at_machine(request.baseline).device == "cuda"
+            together = resolve_machine(request.baseline).device == "cuda"
             lives: list[Live] = []
             for config, place in asked:
                 lives.append(stack.enter_context(self._live(config, place, deadline, steps, whole_epoch=True)))
@@ -358,11 +364,11 @@ class TrialRunner:
         )
 
     def _slow_start(self, live: Live, request: TrialRequest) -> float | None:
-        """Seconds per sample of the quickest of a few first steps, where all are so slow that the trial may end."""
+        """The lowest seconds per sample of a few first steps, if all are so slow that the trial may end; else None."""
         figures = []
         for _ in range(_FIRST_LOOKS):
             stand = live.go(0, 1, watched=True)
-            # It may compile or capture, its shapes are new, or others have the cores.
+            # It may compile or capture, its shapes are new, or other work uses the cores.
             if prepares(request.config) or not stand.notes[0].visits or stand.disturbed > DISTURBED:
                 return None
             assert stand.seconds is not None
@@ -373,14 +379,14 @@ class TrialRunner:
 
 
 def _told(failure: Failure, by_budget: bool) -> Failure:
-    """A failure in the words of a search: what the budget cuts short need not have hung."""
+    """A failure for the search: a run cut short by the budget has not necessarily hung."""
     if failure.kind != "hang" or not by_budget:
         return failure
     return replace(failure, reason=f"{failure.reason}, and the budget leaves it no more")
 
 
 def merged(parts: Sequence[dict[str, Any]]) -> Learning:
-    """The learning of a run from what its ranks told."""
+    """The learning of a run, merged from its ranks' reports."""
     steps = []
     for step in range(min(len(part["losses"]) for part in parts)):
         losses = [(loss, count) for loss, count in (part["losses"][step] for part in parts) if loss is not None]
@@ -394,14 +400,20 @@ def merged(parts: Sequence[dict[str, Any]]) -> Learning:
 
 
 def least_alike(agreements: Sequence[Agreement]) -> Agreement:
-    """The comparison of the rank that agrees least: one that is wrong is enough."""
+    """The comparison of the rank that agrees least, because one wrong rank is enough."""
     order = (False, None, True)
     return min(agreements, key=lambda agreement: order.index(judge_agreement(agreement).passed))
 
 
-def compared_steps(steps: int, states: int) -> tuple[int, ...]:
-    """The steps at which states are compared: some in a row, then further and further apart."""
-    first = _WARM_STEPS + 1
+def compared_steps(steps: int, states: int, replayed: int = 0) -> tuple[int, ...]:
+    """The steps at which states are compared: some in a row, then further and further apart.
+
+    Args:
+        steps: Cover at least this many steps.
+        states: Number of states.
+        replayed: Steps before the first that is replayed as a CUDA graph.
+    """
+    first = max(_WARM_STEPS, replayed) + 1
     last = max(steps, first + states - 1)
     row = min(states, len(_EARLY) + 1)
     far = [
@@ -413,7 +425,7 @@ def compared_steps(steps: int, states: int) -> tuple[int, ...]:
 
 @contextmanager
 def state_folder() -> Iterator[Path]:
-    """A private folder for states, in memory where there is plenty, else where temporary files go."""
+    """A private folder for states, in memory if there is plenty, else where temporary files go."""
     memory = Path("/dev/shm")
     roomy = memory.is_dir() and shutil.disk_usage(memory).free > _PLENTY_BYTES
     with tempfile.TemporaryDirectory(prefix="frameworm-states-", dir=memory if roomy else None) as folder:

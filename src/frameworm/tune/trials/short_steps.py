@@ -1,8 +1,8 @@
-"""Steps of many accumulated passes are tried with fewer of them, so that a search's budget reaches further.
+"""Steps with many accumulated passes are tried with fewer passes, so that a search's budget goes further.
 
-A step of GPT-2 with half a million tokens takes seconds, and nearly all of it is the same pass again and again. What
-takes turns with each other and what learns beside each other is cut alike. The update after the passes then weighs
-more than it will, which makes a gain in the passes look a little smaller than it is.
+A step of GPT-2 with half a million tokens takes seconds, nearly all of which is the same pass again and again. Configs
+that are measured in turns or compared in learning are shortened alike. The update after the passes then has more weight
+than in training, which makes a gain in the passes look slightly smaller than it is.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from frameworm.records.reading import read_json
 from frameworm.tune.knobs.context import apply_changes
 
 FILE_NAME = "short_steps.json"
-# Steps are cut to about this long, and at least two passes of the config that the search began with are left.
+# Steps are shortened to about this duration, keeping at least two passes of the initial config.
 STEP_S = 0.4
 LEAST_PASSES = 2
 
 
 class ShortSteps:
-    """Cuts the global batch of all configs of one search by the same factor, once it is known how long a step takes.
+    """Divides the global batch of all configs of one search by the same factor, once the duration of a step is known.
 
     Args:
-        folder: Where the factor is kept: a search that goes on must measure what it measured before.
-        resolve: A config as it would run here.
-        start: The config that the search began with.
+        folder: Stores the factor, because a resumed search must measure the same thing.
+        resolve: Resolves a config as it would run here.
+        start: The initial config of the search.
     """
 
     def __init__(self, folder: Path, resolve: Callable[[Config], Config], start: Config) -> None:
@@ -44,7 +44,7 @@ class ShortSteps:
             self.factor = int(read_json(self._path)["factor"])
 
     def decide(self, step_s: float | None) -> None:
-        """Choose the factor from the time of one uncut step; None: nobody knows, and nothing is cut."""
+        """Choose the factor from the duration of one full step; None: unknown, and nothing is shortened."""
         wanted = 1.0 if step_s is None else step_s / STEP_S
         divisors = [one for one in range(1, self._passes // LEAST_PASSES + 1) if self._passes % one == 0]
         self.factor = min(divisors, key=lambda one: abs(math.log(one / max(1.0, wanted))))
@@ -52,7 +52,7 @@ class ShortSteps:
         write_atomic(self._path, json.dumps({"factor": self.factor, "step_s": step_s}) + "\n")
 
     def cut(self, config: Config) -> Config:
-        """A config with shorter steps; as it is where they cannot be cut."""
+        """A config with shorter steps; unchanged if they cannot be shortened."""
         if self.factor is None or self.factor == 1:
             return config
         training = self._resolve(config).training
@@ -67,10 +67,10 @@ class ShortSteps:
             changed = apply_changes(config, changes)
             self._resolve(changed)
         except ConfigError:
-            return config  # its passes are so large that fewer of them do not make up a step
+            return config  # its passes are so large that a shorter step cannot hold them
         return changed
 
     def cut_alike(self, configs: Sequence[Config]) -> list[Config]:
-        """All of them cut, or none: what is compared must get the same samples."""
+        """Shorten all configs or none, because compared ones must get the same samples."""
         cut = [self.cut(config) for config in configs]
         return list(configs) if any(now is before for now, before in zip(cut, configs, strict=True)) else cut

@@ -1,4 +1,4 @@
-"""Windows of live runs: warming up until they mean something, one after the other, and two runs in turns."""
+"""Windows of live runs: warm-up until they are meaningful, single runs, and two runs in turns."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from frameworm.tune.trials.warmth import Warmth
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured.
+    """How much to measure.
 
     Attributes:
         window_s: Length of a window; at least two steps.
         windows: Windows of a trial.
         pairs: Pairs of windows of a proof.
-        more_pairs: Once so many more where the first leave a gain open.
-        warm_s: How long it may take until it gets no faster any more and single steps look warm; not counted.
-        warm_windows: So many windows may be needed for the former even if they take longer, as compiling does.
-        learn_s: How long the training should take along which states are compared, of the config before the change.
+        more_pairs: Further pairs, once, if the first ones leave a gain open.
+        warm_s: Time limit for warming up, until it gets no faster and single steps look warm; not counted.
+        warm_windows: Windows allowed for getting no faster even if they exceed that, as compiling does.
+        learn_s: Target duration of the training along which states are compared, with the config before the change.
         learn_steps: Fewest and most steps of it.
         states: States at which two sides are compared.
         draws: Steps from one state, to compare random draws.
-        limit_s: Longest a trial may take; twice that for a proof.
+        limit_s: Most seconds for a trial; twice that for a proof.
     """
 
     window_s: float = 0.3
@@ -47,24 +47,24 @@ class Effort:
     limit_s: float = 300.0
 
 
-# Warming up takes no more than this share of the time that is left, no window of it more than this, and a window that
-# takes so many times what its steps took before has met something else.
+# Warming up takes at most this fraction of the time left, and a window of it at most this long; a window that takes
+# this multiple of what its steps took before has hit something else, such as compilation.
 _MOST_TO_WARM = 0.25
 _LONGEST_S = 2.0
 _EXPECTED = 2.0
-# Two sides whose steps take about as long get the same steps in each pair of windows, and so the same samples; the one
-# that took fewer to warm up catches up, if that takes no more than this share of what warming up may.
+# If steps of both sides take about as long, they get the same steps, and so the same samples, in each pair of windows;
+# the side that needed fewer steps to warm up catches up, if that takes at most this fraction of the warm-up limit.
 _ABOUT_AS_LONG = 2.0
 _MOST_TO_CATCH_UP = 0.5
-# Steps that the first trial leaves to others for warming up, and the longest that another waits to be at the same ones.
+# Time that the first trial leaves to later ones for warming up, and the longest that one waits to reach its steps.
 _ROOM_S = 0.5
 _LONGEST_ROOM_S = 3.0
-# Where a pair of windows takes longer than this, a look after so few pairs tells whether more are needed: two sides
-# that do not differ lie apart like that in one of C(12, 6) = 924 cases.
+# If a pair of windows takes longer than this, the result is also checked after this many pairs: two equal sides are
+# fully separated by then in only one of C(12, 6) = 924 cases.
 _LONG_PAIR_S = 1.0
 _FEW_PAIRS = 6
 
-# A window of which other work took more says little about a trial. How long to wait before another, doubled each time.
+# Windows with more disturbance than this say little about a trial. Wait this long before another, doubling each time.
 DISTURBED = 0.1
 _FIRST_REST_S = 0.25
 
@@ -72,14 +72,21 @@ Sides = tuple[tuple[Live, Config], tuple[Live, Config]]
 
 
 class Size(NamedTuple):
-    """Steps of a window before the clock starts, and steps that count."""
+    """Untimed and timed steps of a window."""
 
     lead_in: int
     steps: int
 
 
-def warm_up(live: Live, effort: Effort, deadline: float) -> tuple[float, Stand]:
-    """Go on until it gets no faster any more and its steps look warm; seconds per step, and where it stood then."""
+def warm_up(live: Live, effort: Effort, deadline: float, least_steps: int = 0) -> tuple[float, Stand]:
+    """Run until it gets no faster and its steps look warm; returns seconds per step, and the last measurements.
+
+    Args:
+        live: The run.
+        effort: How much to measure.
+        deadline: Time of `time.monotonic`.
+        least_steps: It cannot be warm before this many steps.
+    """
     warmth, window_s = Warmth(), effort.window_s
     until: float | None = None
     steps, step_s, number = 2, math.inf, 0
@@ -89,10 +96,13 @@ def warm_up(live: Live, effort: Effort, deadline: float) -> tuple[float, Stand]:
         now = time.monotonic()
         if until is None:
             until = now + min(effort.warm_s, _MOST_TO_WARM * (deadline - now))
-        # What it took beyond all expectation, as compiling does, is not counted.
+        # Time beyond all expectation, such as compiling, is not counted.
         until += max(0.0, stand.seconds - _EXPECTED * steps * step_s)
         step_s = stand.seconds / steps
         state = warmth.look(stand.seconds, stand.notes, stand.ahead_s)
+        if stand.done - steps < least_steps and now < deadline:
+            steps, number = max(steps, least_steps - stand.done), number + 1
+            continue
         if state == "warm" or (now >= until and (state == "cold" or number >= effort.warm_windows)):
             return step_s, stand
         if state == "cold":
@@ -101,32 +111,32 @@ def warm_up(live: Live, effort: Effort, deadline: float) -> tuple[float, Stand]:
 
 
 def window_of(step_s: float, effort: Effort, config: Config) -> Size:
-    """The window of a run whose steps take so long."""
-    # One that is as long as a window is one by itself.
+    """The window of a run with this step time."""
+    # A step as long as a window is a window by itself.
     steps = 1 if step_s >= effort.window_s else _steps(step_s, effort.window_s)
     workers = config.data.num_workers if isinstance(config.data.num_workers, int) else 0
-    # What the loader has made ready meanwhile is used up before the clock starts.
+    # Batches prefetched in the meantime are used up before the clock starts.
     return Size(max(1, steps // 10, min(workers * config.data.prefetch_factor, steps)), steps)
 
 
 class Steps(NamedTuple):
-    """Where the first window of a trial begins, and the size of them all."""
+    """The first step of a trial's windows, and the size of them all."""
 
     first: int
     size: Size
 
 
 def go_beside(live: Live, done: int, step_s: float, size: Size, beside: TrialResult | None) -> Steps:
-    """Go on to the steps that a trial measures: those of another, where these take about as long.
+    """Run on to the steps that a trial measures: those of the other trial, if steps take about as long.
 
-    Steps differ in what they hold, above all where batches differ in length. Where there is no other, or it has passed
-    those steps, some are left to those who come later, to warm up with.
+    Steps differ in their content, above all if batches differ in length. If there is no other trial, or this run has
+    passed its steps, some steps are left for later trials to warm up in.
 
     Args:
-        live: It has warmed up.
+        live: A run that has warmed up.
         done: Its steps so far.
-        step_s: What they take.
-        size: The windows that suit it.
+        step_s: Their duration.
+        size: Its preferred window.
         beside: The other trial; None: there is none.
     """
     first = done + math.ceil(_ROOM_S / step_s)
@@ -146,11 +156,11 @@ def measure(live: Live, lead_in: int, steps: int) -> float:
 
 
 class CalmWindow(NamedTuple):
-    """One window, and what it took to get it.
+    """One window, and how it was obtained.
 
     Attributes:
         sample_s: Seconds per sample.
-        disturbed: Share of it that other work on the machine took.
+        disturbed: Fraction of it lost to other work on the machine.
         repeated: Whether it is not the first that was measured.
     """
 
@@ -160,14 +170,14 @@ class CalmWindow(NamedTuple):
 
 
 def measure_calm(live: Live, size: Size, last_call: float) -> CalmWindow:
-    """One window, repeated after a while where others had the cores; the calmest one counts.
+    """Measure one window, repeated after a pause if other work used the cores; the least disturbed one counts.
 
-    A trial is held against one that ran at another time, when others may have left the cores alone.
+    A trial is compared with one that ran at another time, when there may have been no disturbance.
 
     Args:
-        live: It has warmed up.
-        size: Of a window.
-        last_call: Time of `time.monotonic` from which nothing is repeated any more.
+        live: A run that has warmed up.
+        size: Size of a window.
+        last_call: Time of `time.monotonic` after which nothing is repeated.
     """
     stand = live.go(*size)
     rest_s, repeated = _FIRST_REST_S, False
@@ -188,18 +198,20 @@ def take_turns(
     effort: Effort,
     deadline: float,
     learning_s: Callable[[float, float], float],
+    least_steps: int = 0,
 ) -> tuple[list[Window], float]:
-    """Windows of two runs that stand, A B B A A B ..., and the slower one's seconds per step.
+    """Windows of two paused runs, A B B A A B ..., and the slower one's seconds per step.
 
     Args:
         sides: The run before a change and its config, and the one after it.
-        effort: How much is measured.
-        deadline: By `time.monotonic`.
-        learning_s: From the seconds per step of both to what must be left of the time when the last window ends.
+        effort: How much to measure.
+        deadline: Time of `time.monotonic`.
+        learning_s: Returns the time to reserve at the end of the last window, given the seconds per step of both.
+        least_steps: Neither can be warm before this many steps.
     """
     (before, baseline), (after, candidate) = sides
-    before_s, before_stand = warm_up(before, effort, deadline)
-    after_s, after_stand = warm_up(after, effort, deadline)
+    before_s, before_stand = warm_up(before, effort, deadline, least_steps)
+    after_s, after_stand = warm_up(after, effort, deadline, least_steps)
     sizes = [window_of(before_s, effort, baseline), window_of(after_s, effort, candidate)]
     if max(before_s, after_s) <= _ABOUT_AS_LONG * min(before_s, after_s):
         sizes = [Size(max(size.lead_in for size in sizes), max(size.steps for size in sizes))] * 2
@@ -207,7 +219,7 @@ def take_turns(
         if ahead and abs(ahead) * max(before_s, after_s) <= _MOST_TO_CATCH_UP * effort.warm_s:
             (after if ahead > 0 else before).go(0, abs(ahead))
     turns: list[tuple[Side, Live, Size]] = [("before", before, sizes[0]), ("after", after, sizes[1])]
-    # Two looks at one-sided chances of 2.5% each: a change that does nothing passes in at most 5% of cases.
+    # Two tests at a one-sided level of 2.5% each: a change without effect passes in at most 5% of cases.
     last_call = deadline - learning_s(before_s, after_s)
     windows: list[Window] = []
     pair_s = sum((size.lead_in + size.steps) * step_s for size, step_s in zip(sizes, (before_s, after_s)))
@@ -221,7 +233,7 @@ def take_turns(
 
 
 def wants_more(windows: Sequence[Window], effort: Effort, *, long_pairs: bool) -> bool:
-    """Whether another pair is wanted; what they say is looked at twice, or three times where they are long."""
+    """Whether another pair is needed; results are tested twice, or three times if pairs are long."""
     pairs = len(windows) // 2
     if long_pairs and pairs == _FEW_PAIRS and _lie_apart(windows) and not _is_open(windows):
         return False
@@ -241,6 +253,6 @@ def _lie_apart(windows: Sequence[Window]) -> bool:
 
 
 def _is_open(windows: Sequence[Window]) -> bool:
-    """Whether there may be a gain that noise hides."""
+    """Whether there may be a gain that is hidden by noise."""
     speedup = speedup_of(windows)
     return speedup is not None and speedup.low <= 1 < speedup.value - MINIMUM_GAIN

@@ -1,4 +1,4 @@
-// Which part of the page is shown, and the stream of changes that keeps it up to date.
+// Shows one part of the page, and keeps it up to date from the stream of changes.
 import {ComparePage} from "./compare.js";
 import {RunPage} from "./run.js";
 import {Table, MOST_COMPARED} from "./table.js";
@@ -11,7 +11,7 @@ let stream = null;
 let address = "";
 let opened = false;
 
-// The cookie holds the token from here on; the address need not.
+// From here on the cookie holds the token, so remove it from the address.
 if (location.search) history.replaceState(null, "", location.pathname + location.hash);
 
 function route() {
@@ -58,7 +58,7 @@ function listen(from) {
 }
 
 addEventListener("hashchange", route);
-// A page that nobody sees asks for nothing.
+// A hidden page requests nothing.
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) { stream?.close(); stream = null; } else if (!stream) listen(address);
 });

@@ -7,8 +7,8 @@ const TIMES = [0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 90
 const WHOLE = Array.from({length: 16}, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 const POWERS = Array.from({length: 60}, (_, power) => 2 ** power);  // round numbers of bytes
 
-// Outliers, like the validation at the end of each epoch, must not flatten the rest: the axis ends above what 9 of 10
-// points reach, and the note says what lies beyond.
+// Outliers, such as the validation at the end of each epoch, must not flatten the rest: the axis ends above 9 of 10
+// points, and a note says what is beyond.
 function cutAt(values) {
   const sorted = values.filter((value) => value !== null && value !== undefined).sort((a, b) => a - b);
   if (sorted.length < 20) return null;
@@ -19,7 +19,7 @@ function cutAt(values) {
 
 export class Chart {
   // options: title, format, tick, binary, broad, fromZero, top, cut, stacked, xFormat, isTime, sync, onZoom
-  // A curve is {label, colour, mean, low, high, dots, format}; all of its columns are as long as x.
+  // A curve is {label, colour, mean, low, high, dots, format}; all of its columns have the length of x.
   constructor(options) {
     this.options = options;
     this.legend = el("div", {class: "legend"});
@@ -113,11 +113,11 @@ export class Chart {
     return [this.options.fromZero ? bottom : bottom - margin, this.options.top ? top : top + margin];
   }
 
-  // The legend holds the values under the cursor, or the latest ones.
+  // The legend shows the values under the cursor, or the latest ones.
   show(index) {
     const parts = this.curves.map((curve) => {
       let at = index ?? curve.mean.length - 1;
-      // A phase that the last step does not have took no time; any other curve has a latest value.
+      // A phase missing from the last step took no time; any other curve has a latest value.
       if (index == null && !this.options.stacked) while (at > 0 && curve.mean[at] == null) at -= 1;
       const key = el("i", {class: "key"});
       key.style.background = curve.colour;
@@ -142,7 +142,7 @@ function fade(text) {
   return parts ? `rgba(${parts.slice(1).map((part) => parseInt(part, 16)).join(",")},0.18)` : text;
 }
 
-// Sums from the last curve up, the highest first: each is filled down to zero, and the next one covers its lower part.
+// Cumulative sums from the last curve, highest first: each is filled down to zero, and the next covers its lower part.
 function stack(curves) {
   const sums = [];
   let below = new Array(curves[0].mean.length).fill(0);
@@ -174,7 +174,7 @@ export class HeatMap {
     Object.assign(this, {data, format});
     const options = data.channels.map((name) => el("option", {value: name, selected: name === channel}, names(name)));
     if (this.select.childElementCount !== options.length) this.select.replaceChildren(...options);
-    // Each rank against the median of all ranks at that time: what is slow for all is not the ranks' difference.
+    // Each rank relative to the median of all ranks at that time, so that moments slow for all ranks do not stand out.
     const {rows} = data;
     this.medians = data.x.map((_, column) => median(rows.map((row) => row[column])));
     const away = rows.flatMap((row) => row.map((value, column) => Math.abs(this.deviation(value, column) ?? 0)));

@@ -1,4 +1,4 @@
-// Several runs on the same axes, and their figures side by side.
+// Several runs on the same axes, and their metrics side by side.
 import {Chart} from "./charts.js";
 import {badge} from "./table.js";
 import {curveColour, el, load, number, percent, seconds, share, whole} from "./dom.js";
@@ -37,7 +37,7 @@ export class ComparePage {
     if (this.destroyed) return;
     this.runs = found.filter((item) => item.status === "fulfilled").map((item) => item.value);
     this.draw();
-    // A long run is read in portions, of which each request fetches one.
+    // The server reads a long run in portions, one per request.
     const wait = this.runs.some(({head}) => head.progress < 1) ? READING_MS
       : this.runs.some(({head}) => head.status === "running") ? RUNNING_MS : null;
     if (wait !== null) this.timer = setTimeout(() => this.load(), wait);
@@ -70,7 +70,7 @@ export class ComparePage {
     const shown = this.runs.map((run, index) => ({run, index, mean: values(run)})).filter((item) => item.mean?.some((value) => value !== null));
     const tables = shown.map(({run, mean}) => {
       const {x, time} = run.series;
-      // A clock that went back must not turn the axis round.
+      // A clock that went back must not reverse the axis.
       let last = -Infinity;
       const places = byTime ? time.map((moment) => (last = Math.max(last, moment - time[0]))) : x;
       const kept = places.map((place, index) => index).filter((index) => index === 0 || places[index] > places[index - 1]);

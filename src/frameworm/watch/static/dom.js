@@ -1,4 +1,4 @@
-// Small helpers. Everything that comes from a run is put into the page as text, never as markup.
+// Small helpers. Everything that comes from a run is inserted as text, never as markup.
 
 export function el(tag, options = {}, ...children) {
   const node = document.createElement(tag);
@@ -50,7 +50,7 @@ export function seconds(value) {
     : `${minutes} min ${String(whole % 60).padStart(2, "0")} s`;
 }
 
-// A time as short as an axis needs it: 45 s, 1:40, 2:00:00.
+// A duration in a short form for axes: 45 s, 1:40, 2:00:00.
 export function clock(value) {
   if (!isNumber(value) || Math.abs(value) < 60) return value === 0 ? "0" : seconds(value);
   const total = Math.round(value);

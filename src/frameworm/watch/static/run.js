@@ -1,4 +1,4 @@
-// One run: what it does, why it is as fast as it is, and its curves, kept up to date while it goes on.
+// One run: its state, findings and curves, kept up to date while it is running.
 import {Chart, HeatMap} from "./charts.js";
 import {badge} from "./table.js";
 import {
@@ -7,7 +7,7 @@ import {
 } from "./dom.js";
 
 const SHORTEST_MS = 2000;
-// How a profiled script's step was put together; the phases say what came of it.
+// Metrics of how a profiled script's steps were assembled; the phases show the result.
 const COUNTERS = ["fetches", "backwards", "optimizer_steps", "batches", "rows", "checkpoints"];
 const xStep = {xFormat: whole, xName: "step", sync: "steps"};
 const xTime = {xFormat: seconds, xName: "at", isTime: () => true, sync: "time"};
@@ -79,7 +79,7 @@ export class RunPage {
     }
     this.latest = head;
     document.title = `${head.name} · frameworm watch`;
-    // What has not changed is left alone: a reader may have scrolled it, or marked some of its text.
+    // Unchanged parts are not replaced: a reader may have scrolled them or selected text.
     this.changed("head", [head.name, head.status, head.about, head.progress, head.figures, head.steps > 0],
       () => this.drawHead(head));
     this.changed("verdict", [head.status, head.verdict, head.findings, head.notes], () => this.drawVerdict(head));
@@ -197,7 +197,7 @@ export class RunPage {
     if (mean("tokens")) {
       speeds.push({label: "tokens/s", colour: colour("curve-c"), mean: per("tokens", series.samples_factor)});
     }
-    // Tokens and samples differ by orders of magnitude: one axis holds one of them, and samples are what always exists.
+    // Tokens and samples differ by orders of magnitude, so the axis shows only samples, which always exist.
     this.charts.speed.update(x, speeds.slice(0, 1), speeds.length > 1
       ? `Tokens now: ${number(speeds[1].mean.findLast((value) => value !== null))}/s.` : "");
     const flops = this.latest?.flops;
@@ -216,7 +216,7 @@ export class RunPage {
     this.charts.counts.update(x, curves(metrics.filter((name) => !name.endsWith("_s"))));
   }
 
-  // Validations lie at the last steps of their epochs: each is drawn at the bin that holds this step.
+  // Each validation is drawn at the bin that contains the last step of its epoch.
   validations(x) {
     const [first, last] = this.zoom;
     return (this.latest?.validation ?? []).filter((item) => first === null || (item.step >= first && item.step <= last))
@@ -229,7 +229,7 @@ export class RunPage {
     const [[, own] = [null, null]] = ranks;
     if (!own) return;
     const name = (rank, label) => (ranks.length > 1 ? `rank ${rank} ${label}`.trim() : label || `rank ${rank}`);
-    // Samplers of several ranks begin at about the same moment, but not at the same samples: one axis for all.
+    // Samplers of several ranks start at about the same time but sample at different moments; all share one axis.
     const tables = ranks.map(([, data]) => data);
     const x = own.x;
     const curves = (channel, label) => tables.flatMap((data, index) => (data.channels[channel]
@@ -287,13 +287,13 @@ export class RunPage {
   }
 }
 
-// As a terminal would show it: without escapes, and of a progress bar that was drawn again and again its last state.
+// As a terminal would show it: without escape codes, and only the last state of a redrawn progress bar.
 function plainLog(text) {
   return text.replace(/\u001b\[[0-?]*[ -/]*[@-~]|\u001b\][^\u0007\u001b]*(\u0007|\u001b\\)?/g, "")
     .replaceAll("\r\n", "\n").replace(/[^\n]*\r(?=[^\n])/g, "");
 }
 
-// FLOPs of a step on all ranks, by what it holds on one; of the mean step where the record does not say more.
+// FLOPs of a step on all ranks, from its content on one rank; those of the mean step if the record has nothing more.
 function flopsOf({per_step: mean, model}, samples, tokens, factor) {
   if (!model || !samples) return mean;
   if (model.per_token === null || tokens == null) return model.per_sample * samples * factor;
@@ -306,7 +306,7 @@ function channelLabel(name) {
   return phaseLabel(name.slice(6));
 }
 
-// The values of a curve at other places: those of the point before.
+// The values of a curve at other positions: those of the preceding points.
 export function resample(x, from, values) {
   let at = 0;
   return x.map((place) => {

@@ -1,4 +1,4 @@
-// The table of all runs: search, order, and ticks for comparing.
+// The table of all runs, with search, sorting and check boxes for comparing.
 import {el, moment, number, whole} from "./dom.js";
 
 const COLUMNS = [
@@ -13,7 +13,7 @@ const COLUMNS = [
 ];
 export const MOST_COMPARED = 8;
 
-// Kept while the page is open, whichever part of it is shown.
+// Kept while the page is open, whichever part is shown.
 const state = {search: "", order: "started", down: true, ticked: new Set()};
 
 const shown = (column, row) => (column.show ? column.show(row[column.key]) : row[column.key] ?? "");
@@ -59,7 +59,7 @@ export class Table {
       return words.every((word) => text.includes(word));
     });
     found.sort((a, b) => (state.down ? -1 : 1) * compared(a[state.order], b[state.order]) || compared(a.name, b.name));
-    // Rows that have not changed stay as they are, so that a click on one is not lost.
+    // Unchanged rows are not replaced, so that a click on one is not lost.
     const rows = new Map(found.map((row) => [row.id, {text: JSON.stringify(row), row}]));
     const nodes = [...rows].map(([id, {text, row}]) => {
       const before = this.drawn.get(id);

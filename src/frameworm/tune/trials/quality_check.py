@@ -1,4 +1,4 @@
-"""The quality check of a change of the numerics: how long it is, what it takes, and its trainings."""
+"""The quality check of a change of numerics: its length, its cost, and its trainings."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from frameworm.config.schema import Config
 from frameworm.guard.quality import CURVE, Margin, Quality, SeedEnd, judge_quality, seed_end
 from frameworm.tune.knobs.context import Context
 from frameworm.tune.trials.live import Live, LiveError
-from frameworm.tune.trials.outcomes import LongerRequest, LongerResult, TrialResult
+from frameworm.tune.trials.outcomes import QualityCheckRequest, QualityCheckResult, TrialResult
 
-# What a sample costs in validation, of what it costs in training: the backward pass is two thirds.
+# Cost of a sample in validation relative to training, where the backward pass is two thirds.
 _VALIDATION_COST = 1 / 3
 _MARGIN = 1.2
-# It ends undecided after so many times what was expected, but not within a minute: others use the machine too.
+# The check ends undecided after this multiple of its expected duration, but at least a minute: machines may be shared.
 _MOST_TIMES = 2.5
 _LEAST_S = 60.0
-# A start without anything compiled, where a trial has not measured it.
+# Start-up time without compilation, if no trial has measured it.
 _START_S = 1.0
 
 Start = Callable[[Config, str, tuple[int, ...], float], Live]
 
 
 @dataclass(frozen=True, slots=True)
-class Longer:
-    """How a quality check is made.
+class QualityChecker:
+    """How a quality check is run.
 
     Attributes:
-        share: Each of its trainings is this fraction of the whole run,
-        least_steps: but no shorter, unless the run is.
-        looks: Numbers of seeds after which it is judged. It starts where there is time for the second; the others are
-            for what is still undecided by then.
-        margin: What a change may cost and still be accepted.
+        share: Length of each training as a fraction of the whole run,
+        least_steps: but at least this many steps, unless the run is shorter.
+        looks: Numbers of seeds after which it is judged. It starts if there is time for the second; the others are for
+            cases that are still undecided then.
+        margin: How much quality a change may cost and still be accepted.
     """
 
     share: float = 0.1
@@ -52,12 +52,12 @@ class Longer:
         return min(whole, max(self.least_steps, math.ceil(self.share * whole)))
 
     def seconds(self, context: Context, before: TrialResult, after: TrialResult | None = None) -> float:
-        """What it should take until the second look.
+        """Expected seconds until the second judgement.
 
         Args:
             context: The config before the change.
             before: Its trial.
-            after: The trial of the config after the change; None: as fast.
+            after: The trial of the config after the change; None: assume the same speed.
         """
         samples = self.steps(context) * context.global_batch
         validated = context.workload.validation_samples or 0
@@ -69,13 +69,13 @@ class Longer:
         return _MARGIN * self.looks[:2][-1] * (pair_s + start_s)
 
 
-def train_both(request: LongerRequest, start: Start, *, together: bool) -> LongerResult:
-    """Train both sides from one group of seeds after another, until they say enough or time is up.
+def train_both(request: QualityCheckRequest, start: Start, *, together: bool) -> QualityCheckResult:
+    """Train both sides from one group of seeds after another, until the result is clear or time is up.
 
     Args:
         request: What to train.
         start: Starts the trainings of one side: its config, a name, the seeds and the deadline.
-        together: Both sides at once.
+        together: Train both sides at once.
     """
     limit_s = max(_LEAST_S, _MOST_TIMES * request.expected_s)
     if request.timeout_s is not None:
@@ -98,16 +98,16 @@ def train_both(request: LongerRequest, start: Start, *, together: bool) -> Longe
             if error.failure.kind == "hang" and done:
                 details["stopped"] = f"time was up during seed {done + 1} to {look}"
                 break
-            return LongerResult(failure=error.failure, details=details)
+            return QualityCheckResult(failure=error.failure, details=details)
         if not judge_quality(Quality(*ends, request.steps, request.looks), request.margin).open:
             break
-    return LongerResult(Quality(*ends, request.steps, request.looks), details=details)
+    return QualityCheckResult(Quality(*ends, request.steps, request.looks), details=details)
 
 
 def _group(
-    request: LongerRequest, start: Start, seeds: tuple[int, ...], deadline: float, together: bool
+    request: QualityCheckRequest, start: Start, seeds: tuple[int, ...], deadline: float, together: bool
 ) -> list[list[dict[str, Any]]]:
-    """How each side ended, seed by seed, as its first rank tells: validation is over all of them."""
+    """The result of each side, seed by seed, from its first rank: validation covers all ranks."""
     sides = ((request.baseline, "before"), (request.candidate, "after"))
     told: list[list[dict[str, Any]]] = []
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Where two runs part: the first step whose loss is not the same, bit for bit."""
+"""Where two runs diverge: the first step whose loss is not bit-identical."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from frameworm.records.schema import StepRecord
 from frameworm.records.store import RunFolder
 from frameworm.records.writer import StepReader, StepSeeker
 
-COMPARED_BYTES = 16 * 2**20  # of the steps of both runs: what is read step by step in about a second
+COMPARED_BYTES = 16 * 2**20  # steps of both runs: what can be read step by step in about a second
 _MOST_PROBES = 1_024  # of all ranks together
-_FEWEST_PROBES = 8  # of each
+_FEWEST_PROBES = 8  # per rank
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
-    """How far two runs are the same.
+class Divergence:
+    """How far two runs are identical.
 
     Attributes:
         compared_steps: Steps that both have recorded, on the ranks that both have.
-        step: The first step that is not the same in both; None: all are.
-        rank: Whose step that is.
-        what: `loss`, or `gradient norm` where the losses are still the same.
+        step: The first step that differs; None if none does.
+        rank: Rank of that step.
+        what: `loss`, or `gradient norm` if the losses are still identical.
         before: Its value in the first run.
-        after: In the other.
-        is_searched: The files are large: the step was searched for, and not every step before it was compared.
+        after: Its value in the other run.
+        is_searched: True if the files are large, so that the step was searched for and not every step was compared.
     """
 
     compared_steps: int
@@ -40,17 +40,18 @@ class Parting:
     is_searched: bool = False
 
 
-def first_parting(before: RunFolder, after: RunFolder, most_bytes: int | None = COMPARED_BYTES) -> Parting | None:
-    """Compare the losses of two runs step by step; None where there is no step that both have recorded.
+def first_divergence(before: RunFolder, after: RunFolder, most_bytes: int | None = COMPARED_BYTES) -> Divergence | None:
+    """Compare the losses of two runs step by step; None if there is no step that both have recorded.
 
     Args:
         before: A run.
-        after: Another.
-        most_bytes: In larger files the step is searched for: from some steps spread over the run, and from the first of
-            them that is not the same by halves. What differs in single steps between those is not seen. None: never.
+        after: Another run.
+        most_bytes: In larger files the step is searched for: first in steps spread over the run, then by bisection
+            before the first of them that differs. Differences in single steps between them are missed. None: never
+            search.
 
     Raises:
-        RunFolderError: Their steps cannot be read.
+        RunFolderError: The steps cannot be read.
     """
     mine, theirs = before.step_files(), after.step_files()
     ranks = [rank for rank in mine if rank in theirs]
@@ -67,12 +68,12 @@ def first_parting(before: RunFolder, after: RunFolder, most_bytes: int | None = 
         return None
     is_searched = any(part.is_searched for part in parts)
     parted = [part for part in parts if part.step is not None]
-    # In the same step a loss tells more than a norm: the norm is of all ranks.
+    # Within one step a loss tells more than a norm, because the norm covers all ranks.
     first = min(parted, key=lambda part: (part.step, part.what != "loss", part.rank), default=None)
-    return Parting(compared, is_searched=is_searched) if first is None else first
+    return Divergence(compared, is_searched=is_searched) if first is None else first
 
 
-def _of_rank(rank: int, before: StepReader, after: StepReader) -> Parting:
+def _of_rank(rank: int, before: StepReader, after: StepReader) -> Divergence:
     theirs = iter(after)
     other = next(theirs, None)
     compared = 0
@@ -86,17 +87,17 @@ def _of_rank(rank: int, before: StepReader, after: StepReader) -> Parting:
         found = _difference(compared, rank, mine, other)
         if found is not None:
             return found
-    return Parting(compared)
+    return Divergence(compared)
 
 
-def _search(files: Mapping[int, tuple[Path, Path]]) -> list[Parting]:
-    """The partings of some ranks, from few of their steps, among them that of the rank that parts first.
+def _search(files: Mapping[int, tuple[Path, Path]]) -> list[Divergence]:
+    """Find the divergence on some ranks from a few of their steps; it includes the rank that diverges first.
 
-    Runs that part once stay parted: every later step begins with other weights. So the first of some steps that is not
-    the same lies behind the parting, halving leads to it from there, and a rank whose steps are the same up to where
-    another parts does not part before it.
+    Runs that diverge stay different, because every later step starts with other weights. So the first probed step that
+    differs lies after the divergence, and bisection finds it. A rank whose steps are identical up to where another rank
+    diverges does not diverge before it.
     """
-    parts: list[Parting] = []
+    parts: list[Divergence] = []
     probes = max(_FEWEST_PROBES, _MOST_PROBES // len(files))
     until: int | None = None
     for rank, (before, after) in files.items():
@@ -108,7 +109,7 @@ def _search(files: Mapping[int, tuple[Path, Path]]) -> list[Parting]:
 
 
 class _Search:
-    """Looks for the step from which on two files are not the same."""
+    """Searches for the step from which on two files differ."""
 
     def __init__(self, rank: int, mine: StepSeeker, theirs: StepSeeker) -> None:
         self._rank = rank
@@ -116,12 +117,12 @@ class _Search:
         self._theirs = theirs
         self._compared = 0
 
-    def first(self, probes: int) -> Parting:
-        """The parting, from some steps spread over the run and those between them."""
+    def first(self, probes: int) -> Divergence:
+        """Find the divergence by probing steps spread over the run, then bisecting."""
         firsts = [step for seeker in (self._mine, self._theirs) if (step := seeker.first()) is not None]
         lasts = [step for seeker in (self._mine, self._theirs) if (step := seeker.last()) is not None]
         if len(firsts) < 2:
-            return Parting(0, is_searched=True)
+            return Divergence(0, is_searched=True)
         low, high = max(step.step for step in firsts), min(step.step for step in lasts)
         same = low - 1
         for index in range(probes + 1):
@@ -130,17 +131,17 @@ class _Search:
             if found is not None:
                 return self._between(same, found)
             same = number
-        return Parting(self._compared, is_searched=True)
+        return Divergence(self._compared, is_searched=True)
 
-    def before(self, step: int) -> Parting:
-        """The parting if it lies at a step or before it."""
+    def before(self, step: int) -> Divergence:
+        """Find the divergence if it is at `step` or before it."""
         found = self._at(step - 1)
         if found is not None and found.step is not None and found.step < step:
             return self._between(0, found)
-        return self._at(step) or Parting(self._compared, is_searched=True)
+        return self._at(step) or Divergence(self._compared, is_searched=True)
 
-    def _between(self, same: int, found: Parting) -> Parting:
-        """The first step after one that is the same that is as different as the one found."""
+    def _between(self, same: int, found: Divergence) -> Divergence:
+        """Bisect for the first differing step between an identical one and a differing one."""
         while found.step is not None and found.step - same > 1:
             middle = (same + found.step) // 2
             earlier = self._at(middle)
@@ -150,8 +151,8 @@ class _Search:
                 found = earlier
         return replace(found, compared_steps=self._compared)
 
-    def _at(self, number: int) -> Parting | None:
-        """What differs in the first step from this number on that both have recorded; None: nothing, or none is."""
+    def _at(self, number: int) -> Divergence | None:
+        """Compare the first step from this number on that both have recorded; None if it is identical or missing."""
         mine, theirs = self._mine.at(number), self._theirs.at(number)
         while mine is not None and theirs is not None and mine.step != theirs.step:
             if mine.step < theirs.step:
@@ -166,17 +167,17 @@ class _Search:
 
 def _difference(
     compared: int, rank: int, mine: StepRecord, other: StepRecord, *, is_searched: bool = False
-) -> Parting | None:
-    """How two records of the same step differ; None: not at all."""
+) -> Divergence | None:
+    """Compare two records of the same step; None if they are identical."""
     for what, one, two in (("loss", mine.loss, other.loss), ("gradient norm", mine.grad_norm, other.grad_norm)):
-        # Text tells -0.0 from 0.0 and takes one nan for another.
+        # The text distinguishes -0.0 from 0.0 and treats all nan as equal.
         if repr(one) != repr(two):
-            return Parting(compared, mine.step, rank, what, one, two, is_searched)
+            return Divergence(compared, mine.step, rank, what, one, two, is_searched)
     return None
 
 
 def _forward(steps: Iterator[StepRecord], step: StepRecord | None, wanted: int) -> StepRecord | None:
-    """The first of the steps, beginning with the one at hand, that is not before the wanted one."""
+    """Advance to the first step, starting with the current one, that is not before `wanted`."""
     while step is not None and step.step < wanted:
         step = next(steps, None)
     return step

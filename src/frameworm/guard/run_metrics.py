@@ -1,4 +1,4 @@
-"""What the guard keeps of a run: few numbers, enough to compare it with any other."""
+"""The few numbers that the guard keeps of a run, enough to compare it with any other."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from frameworm.config.observe_section import LOGGER_SETTINGS
-from frameworm.config.source import SourceReader, YamlError
-from frameworm.errors import BaselineError, RunFolderError
+from frameworm.config.source import stored_values
+from frameworm.errors import BaselineError
 from frameworm.guard.statistics import Level, mean_level, typical_level
 from frameworm.records.account import RARE, StepAccount
 from frameworm.records.estimate import Estimate, known
@@ -22,21 +22,21 @@ from frameworm.records.store import RunFolder
 from frameworm.records.writer import StepReader
 
 BLOCK_LIMIT = 400
-SAMPLE_BYTES = 4 * 2**20  # of the steps of a run; of longer files a sample is read
+SAMPLE_BYTES = 4 * 2**20  # of the steps of a run; longer files are sampled
 FEWEST_STEPS = 20
-# Among the first quarter of a compiled or captured run, steps this much slower than the median are compilations.
+# In the first quarter of a compiled or captured run, steps slower than the median by this factor are compilations.
 COMPILING = 3.0
 # While cores are idle, other programs take nothing away.
 CROWDED_FROM = 0.7
 
-# They say where things are or how the run is watched, not how it trains.
+# Settings that say where things are or how the run is watched, not how it trains.
 _UNTOLD = ("name", "data.cache_dir", "data.root", "observe.progress", *(f"observe.{name}" for name in LOGGER_SETTINGS))
 _UNTOLD_SECTIONS = ("observe.targets.", "storage.", *(f"observe.{name}." for name in LOGGER_SETTINGS))
 
 
 @dataclass(slots=True)
 class Work:
-    """What one step has to do; None is unknown."""
+    """The work of one step; None means unknown."""
 
     workload: str | None = None
     dataset: str | None = None
@@ -47,8 +47,8 @@ class Work:
 
 
 @dataclass(slots=True)
-class RunFigures:
-    """One run as the guard sees it. Step times are without warm-up, checkpoints and validation."""
+class RunMetrics:
+    """One run as the guard sees it. Step times exclude warm-up, checkpoints and validation."""
 
     name: str
     status: str = "completed"
@@ -65,41 +65,41 @@ class RunFigures:
     mfu: float | None = None
     work: Work = field(default_factory=Work)
     environment: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)  # the config, keys joined by dots
+    settings: dict[str, Any] = field(default_factory=dict)  # the config, with dotted keys
     left_out: int = 0  # steps of warm-up, compilation and capture
-    share: float = 1.0  # of all steps that the times are of, where that is a sample
-    crowding: float | None = None  # share of the cores' time that other programs took while none was idle
+    share: float = 1.0  # fraction of all steps behind the times, if they are a sample
+    crowding: float | None = None  # fraction of the cores' time that other programs took while no core was idle
 
     @property
     def typical_s(self) -> float | None:
-        """Median time of a step."""
+        """Median step time."""
         return percentile(sorted(self.median_s), 0.5) if self.median_s else None
 
     @property
     def mean_step_s(self) -> float | None:
-        """Mean time of a step, stalls included."""
+        """Mean step time, including stalls."""
         return math.fsum(self.mean_s) / len(self.mean_s) if self.mean_s else None
 
     def typical(self) -> Level | None:
-        """Level of the typical step; None for too few steps."""
+        """Return the level of the typical step; None for too few steps."""
         return typical_level(self.median_s) if self.measured_steps >= FEWEST_STEPS else None
 
     def mean(self) -> Level | None:
-        """Level of the mean step; None for too few steps."""
+        """Return the level of the mean step; None for too few steps."""
         return mean_level(self.mean_s) if self.measured_steps >= FEWEST_STEPS else None
 
     def set_times(self, times: Sequence[float]) -> None:
-        """Keep the times of the measured steps, in at most `BLOCK_LIMIT` blocks."""
+        """Store the times of the measured steps, in at most `BLOCK_LIMIT` blocks."""
         self.measured_steps = len(times)
         size = max(math.ceil(len(times) / BLOCK_LIMIT), 1)
         self.steps_per_block = size
-        # A shorter block at the end would weigh as much as the others.
+        # A shorter last block would weigh as much as the others.
         blocks = [times[begin : begin + size] for begin in range(0, len(times) // size * size, size)]
         self.mean_s = [math.fsum(block) / size for block in blocks]
         self.median_s = [percentile(sorted(block), 0.5) for block in blocks]
 
     def to_dict(self) -> dict[str, Any]:
-        """The run as JSON-ready data; times to five digits."""
+        """Return the run as JSON-ready data; times have five digits."""
         data = dataclasses.asdict(self)
         data["mean_s"] = [_rounded(value) for value in self.mean_s]
         data["median_s"] = [_rounded(value) for value in self.median_s] if self.steps_per_block > 1 else None
@@ -111,8 +111,8 @@ class RunFigures:
         return data
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RunFigures:
-        """Read what `to_dict` wrote; a ValueError, TypeError or KeyError says that it is something else."""
+    def from_dict(cls, data: Mapping[str, Any]) -> RunMetrics:
+        """Read what `to_dict` returned; other data raises ValueError, TypeError or KeyError."""
         names = {item.name for item in dataclasses.fields(cls)}
         values = {name: value for name, value in data.items() if name in names}
         for name in ("memory", "quality", "environment", "settings", "phases"):
@@ -130,32 +130,32 @@ class RunFigures:
         run = cls(**values)
         for name in ("steps", "measured_steps", "world_size", "steps_per_block"):
             if not isinstance(getattr(run, name), int):
-                raise ValueError(f"{name} is no whole number")
+                raise ValueError(f"{name} is not a whole number")
         return run
 
 
-def read_run(folder: RunFolder, *, exact: bool = False) -> RunFigures:
-    """The figures of a stored run; one without a summary is `unfinished`, whatever became of it.
+def read_run(folder: RunFolder, *, exact: bool = False) -> RunMetrics:
+    """Read the metrics of a stored run; a run without a summary counts as `unfinished`.
 
     Args:
         folder: The run.
-        exact: Read all steps of a long run, not a sample of them.
+        exact: Read all steps of a long run instead of a sample.
 
     Raises:
         RunFolderError: Its files cannot be read.
     """
     record = folder.read_summary() if folder.summary_json.exists() else None
-    run = RunFigures(name=folder.path.resolve().name, status="unfinished" if record is None else record.status)
+    run = RunMetrics(name=folder.path.resolve().name, status="unfinished" if record is None else record.status)
     run.settings = read_settings(folder)
     files = folder.step_files()
     if files:
         reader = StepReader(files[min(files)], None if exact else SAMPLE_BYTES)
         run.share = reader.share
-        # A sample is small enough to keep; a file of any length is read twice.
+        # A sample is small enough to keep in memory; otherwise the file is read twice.
         _read_steps(run, reader if exact else list(reader), compiled=record is not None and _compiles(record))
     if record is not None:
         _take_summary(run, record)
-    # Every run of the Python API has the same workload, and a model of its own.
+    # Every run of the Python API has the same workload, but its own model.
     names = [_text(run.settings.get(key)) for key in ("workload", "model.class_name")]
     run.work.workload = " ".join(name for name in names if name) or None
     run.work.dataset = _text(run.settings.get("data.dataset"))
@@ -163,30 +163,26 @@ def read_run(folder: RunFolder, *, exact: bool = False) -> RunFigures:
 
 
 def read_settings(folder: RunFolder) -> dict[str, Any]:
-    """The config of a run with its keys joined by dots; empty where there is none."""
+    """Return the config of a run with dotted keys; empty if there is none."""
     if not folder.config.exists():
         return {}
-    try:
-        values = SourceReader(folder.config.name).read(folder.read_config())
-    except YamlError as error:
-        raise RunFolderError(f"cannot read {folder.config}: {error}") from error
     flat: dict[str, Any] = {}
-    _flatten(values if isinstance(values, dict) else {}, "", flat)
+    _flatten(stored_values(folder.config, folder.read_config()), "", flat)
     return {
         name: value for name, value in flat.items() if not name.startswith(_UNTOLD_SECTIONS) and name not in _UNTOLD
     }
 
 
-def read_runs(paths: Iterable[str], *, exact: bool = False) -> list[RunFigures]:
-    """The figures of several runs.
+def read_runs(paths: Iterable[str], *, exact: bool = False) -> list[RunMetrics]:
+    """Read the metrics of several runs.
 
     Args:
         paths: Their folders.
-        exact: Read all steps of long runs, not samples of them.
+        exact: Read all steps of long runs instead of samples.
 
     Raises:
-        RunFolderError: One of them is no run.
-        BaselineError: One is given twice: a run is no evidence about itself.
+        RunFolderError: One of them is not a run.
+        BaselineError: One is given twice: comparing a run with itself proves nothing.
     """
     folders = [RunFolder.open(path) for path in paths]
     places = [folder.path.resolve() for folder in folders]
@@ -200,8 +196,8 @@ def _compiles(record: RunRecord) -> bool:
     return record.compilation is not None or bool(record.captured_steps)
 
 
-def _read_steps(run: RunFigures, reader: Iterable[StepRecord], *, compiled: bool) -> None:
-    """Times and phases of the measured steps, which are iterated over twice."""
+def _read_steps(run: RunMetrics, reader: Iterable[StepRecord], *, compiled: bool) -> None:
+    """Take times and phases from the measured steps; `reader` is iterated over twice."""
     times = array("d")
     for step in reader:
         times.append(_training_s(step))
@@ -236,7 +232,7 @@ def _training_s(step: StepRecord) -> float:
     return float(step.step_s) - rare_s
 
 
-def _take_summary(run: RunFigures, record: RunRecord) -> None:
+def _take_summary(run: RunMetrics, record: RunRecord) -> None:
     run.started = record.started
     run.steps = record.steps or run.steps
     run.world_size = max(record.batch.world_size, 1)
@@ -261,7 +257,7 @@ def _take_summary(run: RunFigures, record: RunRecord) -> None:
 
 
 def _crowding(record: RunRecord) -> float | None:
-    """What others took; with several ranks, each would take the others for strangers."""
+    """Fraction taken by other programs; unknown with several ranks, because each would count the others."""
     system, cores = record.system, known(record.environment.get("cpus_usable"))
     if record.batch.world_size > 1 or system is None or not cores:
         return None
@@ -271,11 +267,11 @@ def _crowding(record: RunRecord) -> float | None:
 
 
 def crowding(busy: float, own: float) -> float:
-    """Share of the cores' time that others took, less where cores were idle.
+    """Fraction of the cores' time that other programs took, reduced if cores were idle.
 
     Args:
-        busy: Share of the cores' time in which they worked.
-        own: Share of it in which they worked for the run.
+        busy: Fraction of the cores' time in which they were busy.
+        own: Fraction of it in which they worked for the run.
     """
     saturation = min(max((busy - CROWDED_FROM) / (1 - CROWDED_FROM), 0.0), 1.0)
     return min(max(busy - own, 0.0), 0.99) * saturation
@@ -300,5 +296,5 @@ def _rounded(value: float) -> float:
 def _times(values: Sequence[Any]) -> list[float]:
     times = [float(value) for value in values]
     if len(times) > BLOCK_LIMIT or not all(0 < value < math.inf for value in times):
-        raise ValueError("its step times are no list of positive numbers")
+        raise ValueError("its step times are not a list of positive numbers")
     return times

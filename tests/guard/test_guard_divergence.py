@@ -12,11 +12,11 @@ import torch
 from frameworm.cli.guard import compare
 from frameworm.config.load import load_config
 from frameworm.engine.run import run
-from frameworm.guard.parting import Parting, first_parting
+from frameworm.guard.divergence import Divergence, first_divergence
 from frameworm.records.schema import StepRecord
 from frameworm.records.store import RunFolder
 from frameworm.records.writer import step_line
-from frameworm.report.checks.guard import parting_sentence
+from frameworm.report.checks.guard import divergence_text
 
 
 def run_of(path: Path, *ranks: list[tuple[int, float | None, float | None]]) -> RunFolder:
@@ -32,23 +32,24 @@ def run_of(path: Path, *ranks: list[tuple[int, float | None, float | None]]) -> 
 def test_the_first_different_step_of_any_rank_is_found(tmp_path: Path) -> None:
     base = [(1, 0.5, 1.0), (2, 0.4, math.nan), (3, None, 1.0), (4, 0.3, 1.0)]
     before = run_of(tmp_path / "a", base, base)
-    assert first_parting(before, run_of(tmp_path / "same", base, base)) == Parting(4)
+    assert first_divergence(before, run_of(tmp_path / "same", base, base)) == Divergence(4)
     later = [*base[:3], (4, 0.3 + 1e-16, 1.0)]
-    found = first_parting(before, run_of(tmp_path / "b", base, later))
-    assert found == Parting(4, 4, 1, "loss", 0.3, 0.3 + 1e-16)
+    found = first_divergence(before, run_of(tmp_path / "b", base, later))
+    assert found == Divergence(4, 4, 1, "loss", 0.3, 0.3 + 1e-16)
     norm = [base[0], (2, 0.4, 1.0), *base[2:]]
-    found = first_parting(before, run_of(tmp_path / "c", norm, later))
+    found = first_divergence(before, run_of(tmp_path / "c", norm, later))
     assert found is not None
     assert (found.step, found.rank, found.what) == (2, 0, "gradient norm")
-    assert "in step 2: the gradient norm of rank 0 is nan and 1; all before it are the same" in parting_sentence(found)
+    words = divergence_text(found)
+    assert "in step 2: the gradient norm of rank 0 is nan and 1; all steps before it are bitwise equal" in words
 
 
 def test_only_what_both_have_is_compared(tmp_path: Path) -> None:
     before = run_of(tmp_path / "a", [(1, 0.5, None), (3, 0.4, None), (4, 0.3, None)])
     after = run_of(tmp_path / "b", [(2, 0.9, None), (3, 0.4, None), (5, 0.1, None)], [(1, 9.0, None)])
-    assert first_parting(before, after) == Parting(1)
+    assert first_divergence(before, after) == Divergence(1)
     (tmp_path / "empty").mkdir()
-    assert first_parting(before, RunFolder(tmp_path / "empty")) is None
+    assert first_divergence(before, RunFolder(tmp_path / "empty")) is None
 
 
 @pytest.mark.slow
@@ -58,7 +59,7 @@ def test_same_seed_same_bits(tmp_path: Path, data_cache_dir: Path, capsys: pytes
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         run(load_config(config, [*fixed, f"seed={seed}"]), out=tmp_path / name)
     compare(tmp_path / "a", tmp_path / "b", exact=False, as_json=False)
-    assert "parting     none: loss and gradient norm are the same, bit for bit, in all 20" in capsys.readouterr().out
+    assert "divergence  none: loss and gradient norm are bitwise equal in all 20" in capsys.readouterr().out
     compare(tmp_path / "a", tmp_path / "c", exact=False, as_json=True)
     other = json.loads(capsys.readouterr().out)["parting"]
     assert (other["step"], other["what"], other["rank"]) == (1, "loss", 0)
@@ -77,7 +78,7 @@ def test_same_seed_same_bits_on_one_gpu(tmp_path: Path, data_cache_dir: Path) ->
     fixed = ["training.max_steps=40", "model.dropout=0.1", f"data.cache_dir={data_cache_dir}", "observe.progress=off"]
     for name in ("a", "b"):
         run(load_config(config, [*fixed, "gpu.device=cuda", "gpu.deterministic=true"]), out=tmp_path / name)
-    assert first_parting(RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")) == Parting(40)
+    assert first_divergence(RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")) == Divergence(40)
     torch.use_deterministic_algorithms(False)
 
 
@@ -88,12 +89,12 @@ def test_the_search_in_long_runs_finds_what_reading_them_finds(tmp_path: Path, p
     later = [item if parted is None or item[0] < parted else (item[0], item[1] + 1e-9, 0.5) for item in base]
     before = run_of(tmp_path / "a", base, base, base)
     after = run_of(tmp_path / "b", *(later if number == rank else base for number in range(3)))
-    exact, searched = first_parting(before, after, None), first_parting(before, after, 1)
+    exact, searched = first_divergence(before, after, None), first_divergence(before, after, 1)
     assert exact is not None
     assert searched is not None
     assert searched.is_searched
     assert (searched.step, searched.what, searched.rank) == (exact.step, exact.what, exact.rank)
     assert (searched.before, searched.after) == (exact.before, exact.after)
-    words = parting_sentence(searched)
+    words = divergence_text(searched)
     assert ("none found" in words) == (parted is None)
     assert "--exact" in words or parted == 1

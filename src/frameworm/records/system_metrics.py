@@ -1,4 +1,4 @@
-"""The summary of a machine from its samples."""
+"""Summarises the machine from its samples."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ FEWEST_POINTS = 6
 
 
 def robust_slope(points: Sequence[tuple[float, float]], most_points: int = 200) -> float | None:
-    """The median of the slopes between all pairs of points (Theil and Sen): up to 29% of wild points do not move it.
+    """Median of the slopes between all pairs of points (Theil-Sen); robust to up to 29% outliers.
 
     Args:
         points: Pairs of time and value, in order of time.
-        most_points: Beyond this number evenly spread points stand for all.
+        most_points: Use this many evenly spaced points if there are more.
 
     Returns:
-        Growth per unit of time, or None with fewer than six points or no time between them.
+        Growth per unit of time; None with fewer than six points or no time between them.
     """
     if len(points) < FEWEST_POINTS:
         return None
@@ -45,8 +45,8 @@ _SPREAD = (
 _RATES = ("disk_read_bytes", "disk_write_bytes", "network_sent_bytes", "network_received_bytes")
 
 
-class SystemFigures:
-    """The summary of the samples so far, in bounded memory."""
+class SystemMetrics:
+    """Summary of the samples so far, in bounded memory."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -64,14 +64,15 @@ class SystemFigures:
 
     @property
     def interval_s(self) -> float | None:
-        """Mean time between two looks."""
+        """Mean time between two samples."""
         return (self._ended - self._began) / (self.count - 1) if self.count > 1 else None
 
     def add(self, sample: SystemSample, now: float) -> None:
-        """Take one sample in.
+        """Add one sample.
 
         Args:
-            now: When it was taken, by a clock that never jumps.
+            sample: The sample.
+            now: When it was taken, by a monotonic clock.
         """
         if not self.count:
             self._began = now
@@ -101,7 +102,7 @@ class SystemFigures:
                 self._last[name] = (now, value)
 
     def summary(self) -> SystemSummary | None:
-        """The machine so far, or None before the first sample."""
+        """Return the summary so far; None before the first sample."""
         if not self.count:
             return None
         points = self.series.points()
@@ -128,6 +129,6 @@ class SystemFigures:
 
 
 def _growth(points: list[SystemSample], name: str) -> float | None:
-    """How fast a figure grows in the second half of the run; what is built up at the start is no leak."""
+    """Growth of a metric in the second half of the run; growth during start-up is not a leak."""
     known = [(point.time, float(value)) for point in points if (value := getattr(point, name)) is not None]
     return robust_slope(known[len(known) // 2 :], most_points=GROWTH_POINTS)

@@ -1,4 +1,4 @@
-"""Changes of the mathematics without consent: when a quality check is made, what it decides, and what is repeated."""
+"""Changes of numerics without consent: when a quality check is made, what it decides, and what is repeated."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from frameworm.config.load import load_config
 from frameworm.guard.quality import Margin, judge_quality
 from frameworm.tune.knobs.context import Context, WorkloadFacts, apply_changes
 from frameworm.tune.search.result import TuneResult
-from frameworm.tune.trials.longer import Longer
-from frameworm.tune.trials.outcomes import Budget, LongerRequest, TrialResult
+from frameworm.tune.trials.outcomes import Budget, QualityCheckRequest, TrialResult
+from frameworm.tune.trials.quality_check import QualityChecker
 from frameworm.tune.trials.runner import TrialRunner
 from frameworm.tune.tuner import tune
 
@@ -28,7 +28,7 @@ def cost(model: Mapping[str, Any]) -> float:
 
 
 def sparse(*values: str, **more: Any) -> Any:
-    return planted("sparse", *values, mathematics="more", **more)
+    return planted("sparse", *values, numerics_effect="more", **more)
 
 
 def reasons(result: TuneResult) -> dict[str, str]:
@@ -37,7 +37,7 @@ def reasons(result: TuneResult) -> dict[str, str]:
 
 def checked(machine: Machine, knobs: list[Any], start: Any, **more: Any) -> TuneResult:
     more.setdefault("validation", True)
-    return search(machine, knobs, start, check_longer=machine.check_longer, **more)
+    return search(machine, knobs, start, check_quality=machine.check_quality, **more)
 
 
 def test_a_longer_check_speaks_for_other_mathematics() -> None:
@@ -60,7 +60,7 @@ def test_a_longer_check_speaks_for_other_mathematics() -> None:
 def test_what_harms_is_rejected_and_the_next_value_is_proved() -> None:
     machine = Machine(cost)
     harmful = {"model.sparse": "a", "model.harm": 0.1}
-    knob = planted("sparse", harmful, "b", mathematics="more")
+    knob = planted("sparse", harmful, "b", numerics_effect="more")
     result = checked(machine, [knob], config_of(sparse="", harm=0.0))
     assert result.changes == {"model.sparse": ("", "b")}
     (refused,) = [item for item in result.attempts if item.changes == harmful]
@@ -73,7 +73,7 @@ def test_what_harms_is_rejected_and_the_next_value_is_proved() -> None:
 def test_what_cannot_be_shown_to_learn_as_well_is_offered_with_both_figures() -> None:
     machine = Machine(cost, seed=1)
     blurred = {"model.sparse": "a", "model.blur": 0.05}
-    knob = planted("sparse", blurred, mathematics="more")
+    knob = planted("sparse", blurred, numerics_effect="more")
     result = checked(machine, [knob], config_of(sparse="", blur=0.0))
     assert result.changes == {}
     (offer,) = result.to_json()["trade_offs"]
@@ -89,10 +89,10 @@ def test_what_cannot_be_shown_to_learn_as_well_is_offered_with_both_figures() ->
 
 
 def test_after_a_trade_off_the_next_value_of_the_knob_is_proved() -> None:
-    def mathematics(value: Any) -> str:
+    def numerics_effect(value: Any) -> str:
         return "rounding" if value == "b" else "more"
 
-    knob = planted("sparse", {"model.sparse": "a", "model.blur": 0.05}, "b", mathematics=mathematics)
+    knob = planted("sparse", {"model.sparse": "a", "model.blur": 0.05}, "b", numerics_effect=numerics_effect)
     result = checked(Machine(cost, seed=1), [knob], config_of(sparse="", blur=0.0))
     assert result.changes == {"model.sparse": ("", "b")}
     assert [item.changes["model.sparse"] for item in result.trade_offs] == ["a"]
@@ -100,15 +100,15 @@ def test_after_a_trade_off_the_next_value_of_the_knob_is_proved() -> None:
 
 def test_what_is_worse_is_offered_only_if_it_gets_to_the_same_loss_sooner() -> None:
     for harm, count in ((0.02, 1), (1.6, 0)):
-        knob = planted("sparse", {"model.sparse": "a", "model.harm": harm}, mathematics="more")
+        knob = planted("sparse", {"model.sparse": "a", "model.harm": harm}, numerics_effect="more")
         result = checked(Machine(cost), [knob], config_of(sparse="", harm=0.0))
         assert result.changes == {}
         assert len(result.trade_offs) == count, harm
 
 
 def test_a_wider_margin_accepts_what_costs_more() -> None:
-    knob = planted("sparse", {"model.sparse": "a", "model.harm": 0.02}, mathematics="more")
-    result = checked(Machine(cost), [knob], config_of(sparse="", harm=0.0), longer=Longer(margin=Margin(0.03)))
+    knob = planted("sparse", {"model.sparse": "a", "model.harm": 0.02}, numerics_effect="more")
+    result = checked(Machine(cost), [knob], config_of(sparse="", harm=0.0), longer=QualityChecker(margin=Margin(0.03)))
     assert set(result.changes) == {"model.sparse", "model.harm"}
     assert result.trade_offs == []
 
@@ -124,7 +124,7 @@ def test_two_such_changes_are_checked_together() -> None:
         return (0.5 if model["one"] else 1.0) * (0.7 if model["two"] else 1.0)
 
     machine = Machine(cost_of_two)
-    knobs = [planted(name, True, mathematics="more") for name in ("one", "two")]
+    knobs = [planted(name, True, numerics_effect="more") for name in ("one", "two")]
     result = checked(machine, knobs, config_of(one=False, two=False))
     assert len(result.accepted) == 2
     assert [item.baseline == result.start for item in machine.checks] == [True, False, True]
@@ -137,7 +137,7 @@ def test_the_users_own_setting_again_needs_no_check() -> None:
             return 0.8 if model["early"] else 0.7
         return 0.9 if model["early"] else 1.0
 
-    early = planted("early", True, expected_gain=0.5, mathematics="more")
+    early = planted("early", True, expected_gain=0.5, numerics_effect="more")
     machine = Machine(cost_with)
     result = checked(machine, [early, planted("late", True, expected_gain=0.1)], config_of(early=False, late=False))
     assert result.changes == {"model.late": (False, True)}
@@ -170,14 +170,14 @@ def test_what_cannot_be_checked_is_not_tried_and_says_why(more: dict[str, Any], 
 def test_a_check_that_takes_most_of_the_budget_waits_for_the_rest() -> None:
     machine = Machine(cost, noise=0.001)
     # 1940 s would leave little of 2500 s, but all else takes 60 s.
-    knobs = [planted("sparse", "a", mathematics="more", expected_gain=0.9), planted("plain", True)]
+    knobs = [planted("sparse", "a", numerics_effect="more", expected_gain=0.9), planted("plain", True)]
     result = checked(machine, knobs, config_of(sparse="", plain=False), budget=Budget(time_s=2500.0))
     assert [item.candidate.knob for item in result.accepted] == ["plain", "sparse"]
     assert result.total is not None
 
 
 def test_a_value_that_could_not_be_checked_is_listed_beside_one_that_was_accepted() -> None:
-    knob = planted("sparse", "a", "b", mathematics=lambda value: "more" if value == "a" else "rounding")
+    knob = planted("sparse", "a", "b", numerics_effect=lambda value: "more" if value == "a" else "rounding")
     result = checked(Machine(cost), [knob], config_of(sparse=""), budget=Budget(time_s=300.0))
     assert result.changes == {"model.sparse": ("", "b")}
     assert "needs a quality check of about" in reasons(result)["model.sparse=a"]
@@ -222,25 +222,25 @@ def test_a_check_is_a_share_of_the_run_but_not_too_short() -> None:
     def steps(samples: int | None) -> int:
         config = config_of()
         config.training.epochs = 1
-        return Longer().steps(Context(config, workload=WorkloadFacts(samples_per_epoch=samples)))
+        return QualityChecker().steps(Context(config, workload=WorkloadFacts(samples_per_epoch=samples)))
 
     assert [steps(64 * count) for count in (50, 400, 5000)] == [50, 100, 500]
     assert steps(None) == 100
     context = Context(config_of(), workload=WorkloadFacts(samples_per_epoch=640, validation_samples=300))
     trial, faster = TrialResult((0.01,), 0.5), TrialResult((0.005,), 0.5)
     # 100 steps are ten epochs, each with its validation, and two more on the way; eight seeds, a fifth more to be safe.
-    assert Longer().seconds(context, trial, faster) == pytest.approx(1.2 * 8 * ((6400 + 1200) * 0.015 + 1.0))
+    assert QualityChecker().seconds(context, trial, faster) == pytest.approx(1.2 * 8 * ((6400 + 1200) * 0.015 + 1.0))
 
 
 # Real trainings
 
-SHORT = Longer(share=0.01, least_steps=64, looks=(3, 6))
+SHORT = QualityChecker(share=0.01, least_steps=64, looks=(3, 6))
 
 
 @pytest.mark.slow
 @pytest.mark.timing
 def test_real_trainings_tell_what_harms_from_what_does_not(tmp_path: Path) -> None:
-    knob = trick_knob("half", "good", mathematics="more")
+    knob = trick_knob("half", "good", numerics_effect="more")
     # A run so long that no start, however slow, is worth more than what its steps save; a hundredth of it is 64 steps.
     start = apply_changes(learnable_config(pause_s=1.5e-3), {"training.epochs": 100})
     result = tune(start, tmp_path, budget=Budget(200.0), knobs=[knob], effort=QUICK, longer=SHORT)
@@ -266,7 +266,7 @@ def test_real_trainings_find_a_frozen_layer_and_half_the_learning_rate(tmp_path:
         ("freeze", learnable_config("freeze")),
         ("slower", apply_changes(start, {"training.lr": start.training.lr / 2})),
     ):
-        result = runner.check_longer(LongerRequest(name, start, other, 64, (3,), 20.0, name, timeout_s=60.0))
+        result = runner.check_quality(QualityCheckRequest(name, start, other, 64, (3,), 20.0, name, timeout_s=120.0))
         assert result.failure is None
         assert result.quality is not None
         judged = judge_quality(result.quality)
@@ -276,8 +276,8 @@ def test_real_trainings_find_a_frozen_layer_and_half_the_learning_rate(tmp_path:
 
 def test_a_check_that_takes_too_long_ends_in_time(tmp_path: Path) -> None:
     slow = learnable_config(pause_s=0.01)
-    request = LongerRequest("slow", slow, learnable_config(), 64, (4,), 1.0, "slow", timeout_s=2.0)
-    result = TrialRunner(tmp_path).check_longer(request)
+    request = QualityCheckRequest("slow", slow, learnable_config(), 64, (4,), 1.0, "slow", timeout_s=2.0)
+    result = TrialRunner(tmp_path).check_quality(request)
     assert result.quality is None
     assert result.failure is not None
     assert result.failure.kind == "hang"
