@@ -28,7 +28,7 @@ from frameworm.config.load import load_config
 from frameworm.config.schema import Config
 from frameworm.scaling.batch_search import BatchSizeReport
 from frameworm.tune.batch_size.search import STEPS, BatchSizeFinder
-from frameworm.tune.processes.batch_trial import TrialJob
+from frameworm.tune.processes.batch_trial import RankJob
 from frameworm.tune.processes.process_tree import free_port, run_family
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -85,7 +85,7 @@ def brute_force(config: Config, begin: int, most: int | None, limit_bytes: int |
             return False
         trials += 1
         with tempfile.TemporaryDirectory() as folder:
-            job = TrialJob(config, folder, (size,), steps=STEPS, limit_bytes=limit_bytes)
+            job = RankJob(config, folder, (size,), steps=STEPS, limit_bytes=limit_bytes)
             _, verdict = run_family(replace(job, port=free_port()), DEADLINE_S)
         tell_progress(f"  brute force: {size} {verdict.outcome}")
         if verdict.outcome == "error":

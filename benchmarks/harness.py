@@ -12,6 +12,7 @@ import argparse
 import functools
 import gc
 import json
+import os
 import random
 import signal
 import statistics
@@ -282,16 +283,47 @@ def write_results(
 
 
 def measured_now(device: torch.device) -> dict[str, Any]:
-    """Machine, commit and time of a measurement. The commit ends in `-dirty` if anything but results has changed."""
-    git = functools.partial(subprocess.run, capture_output=True, text=True, timeout=30, cwd=RESULTS.parent)
-    try:
-        commit = git(["git", "rev-parse", "--short=12", "HEAD"], check=True).stdout.strip()
-        changed = git(["git", "diff", "--quiet", "HEAD", "--", ":/", ":(exclude)results"]).returncode
-        commit += "-dirty" if changed else ""
-    except (OSError, subprocess.SubprocessError):
-        commit = None  # a copy without its history
+    """Machine, commit and time of a measurement."""
     measured = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"environment": environment_fingerprint(device), "commit": commit, "measured": measured}
+    return {"environment": environment_fingerprint(device), "commit": _COMMIT, "measured": measured}
+
+
+def commit_of(root: Path) -> str | None:
+    """The commit that a measurement belongs to; it ends in `-dirty` if anything but results differs from it.
+
+    Where the repository did not travel with the code (a rented machine), set BENCHMARK_COMMIT to its commit.
+
+    Args:
+        root: Top of the working tree.
+
+    Returns:
+        The commit; None only in a copy without history and without the variable.
+
+    Raises:
+        RuntimeError: There is a repository here, but git does not name its commit.
+    """
+    given = os.environ.get("BENCHMARK_COMMIT")
+    if given or not (root / ".git").exists():
+        return given or None
+    # The tree may belong to another user, as in a container.
+    git = functools.partial(subprocess.run, capture_output=True, text=True, timeout=30, cwd=root)
+    command = ["git", "-c", "safe.directory=*"]
+    try:
+        head = git([*command, "rev-parse", "--short=12", "HEAD"])
+        changed = git([*command, "diff", "--quiet", "HEAD", "--", ":/", ":(exclude)benchmarks/results"])
+        said = head.stderr.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        head, said = None, str(error)
+    if head is None or head.returncode:
+        raise RuntimeError(
+            f"results must name the commit they were measured at, and git does not tell it: {said}; "
+            "repair the repository, or set BENCHMARK_COMMIT"
+        )
+    return head.stdout.strip() + ("-dirty" if changed.returncode else "")
+
+
+# Asked when the benchmark begins: later commits are not what it measures.
+_COMMIT = commit_of(RESULTS.parents[1])
 
 
 def as_data(item: Any) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from harness import (
     write_results,
 )
 
-SAME_LOSS = 1e-3  # relative; fp32 and the same mathematics
+SAME_LOSS = 1e-3  # relative; fp32 and the same operations
 
 
 def run_block(case: Case, train: Train, steps: int) -> Sample:

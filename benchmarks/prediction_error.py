@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import RESULTS, names_among, table, tell_progress, write_results
+from harness import RESULTS, measured_now, names_among, table, tell_progress, write_results
 from lab import Ranks, load_lab
 from prediction_ranks import KINDS
 
@@ -52,7 +52,7 @@ RATES = ("100mbit", "300mbit", "1gbit", "unlimited")
 ROOT = Path(__file__).parents[1]
 RANK = Path(__file__).with_name("prediction_ranks.py")
 MEDIAN_GOAL, P90_GOAL, REGRET_GOAL, PUBLISHED_GOAL = 0.07, 0.15, 0.05, 0.15
-LIMIT_S, MOST_STEPS = 2.0, 6
+LIMIT_S, MOST_STEPS, SHORT_STEPS = 2.0, 6, 200
 PROBE_S = 3.0
 AG_NEWS_RATE = "100mbit"
 AG_NEWS_TESTS = 64  # texts to validate on
@@ -71,6 +71,9 @@ VARIANTS = {
     (4, "small"): ((25, 1, "off"), (25, 4, "bf16")),
     (8, "large"): ((25, 1, "off"), (1, 1, "bf16")),
     (8, "small"): ((25, 1, "off"),),
+    (2, "captured"): ((25, 1, "off"), (25, 4, "off"), (25, 1, "int8")),
+    (4, "captured"): ((25, 1, "off"), (25, 4, "off")),
+    (8, "captured"): ((25, 1, "off"),),
 }
 
 
@@ -160,7 +163,7 @@ class Notebook:
     def write_down(self) -> None:
         """The predictions, on disk before anything is measured."""
         with self._predictions.open("w", encoding="utf-8") as file:
-            json.dump(self.data["predicted"], file, indent=1)
+            json.dump({**measured_now(torch.device("cpu")), "predicted": self.data["predicted"]}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         self.save()
@@ -210,12 +213,13 @@ def measure(case: Case, ranks: Ranks, notebook: Notebook, options: argparse.Name
     """One setting, at the rate that is set."""
     data = notebook.data
     setting = {"bucket_mb": case.bucket_mb, "accumulation": case.accumulation, "method": case.method}
-    times = ranks.ask("measure", case.kind, setting, options.limit, MOST_STEPS)
+    most = SHORT_STEPS if case.kind.endswith("captured") else MOST_STEPS
+    times = ranks.ask("measure", case.kind, setting, options.limit, most)
     data["measured"][case.key] = times
     notebook.save()
     expected_s, step_s = data["predicted"][case.key]["step_s"], statistics.median(times)
     error = expected_s / step_s - 1
-    tell_progress(f"{case.key}: {expected_s * 1e3:.0f} ms expected, {step_s * 1e3:.0f} measured ({error:+.1%})")
+    tell_progress(f"{case.key}: {expected_s * 1e3:.3g} ms expected, {step_s * 1e3:.3g} measured ({error:+.1%})")
 
 
 def judge(wanted: Sequence[Case], data: dict[str, Any]) -> dict[str, Any]:
@@ -395,7 +399,7 @@ def main() -> int:
             "networks": notebook.data["networks"],
         }
         settings = {"kinds": KINDS, "probe_s": options.probe, "limit_s": options.limit, "most_steps": MOST_STEPS}
-        path = write_results("prediction_error", torch.device("cpu"), settings, results, options.out)
+        path = write_results(f"prediction_error{options.tag}", torch.device("cpu"), settings, results, options.out)
     notebook.close(options.keep)
     print(show(results))
     print(f"written to {path}")
@@ -417,6 +421,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--resume", action="store_true", help="go on where a run with the same --out was ended")
     parser.add_argument("--keep", action="store_true", help="keep what --resume needs, also after the end")
+    parser.add_argument("--tag", default="", help="goes into the name of the results file")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
 

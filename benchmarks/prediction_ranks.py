@@ -26,6 +26,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "computing-small": {"width": 256, "layers": 4, "batch": 128},
     "sleeping-large": {"width": 724, "layers": 8, "forward_s": 0.1, "backward_s": 0.2},
     "sleeping-small": {"width": 256, "layers": 4, "forward_s": 0.012, "backward_s": 0.024},
+    # As short as a captured step: what is left of it is sending.
+    "sleeping-captured": {"width": 256, "layers": 2, "forward_s": 0.0001, "backward_s": 0.0002},
 }
 PROFILED_STEPS = LAST_STEP + 4
 

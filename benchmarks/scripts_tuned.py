@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from harness import RESULTS, bootstrap_median, device_word, names_among, table, tell_progress, write_results
 
-from frameworm.attach.trial.job import TrialJob
+from frameworm.attach.trial.job import ScriptJob
 from frameworm.tune.scripts.process import ScriptError, ScriptProcess
 
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
@@ -67,11 +67,11 @@ def measure(script: Script, arguments: list[str], switches: dict[str, Any], fold
     """Seconds per step of the three, in turns."""
     given, ranks = [*script.always, *arguments], ranks_of(script)
     jobs = {
-        "original": TrialJob(str(script.original), given),
-        "tuned": TrialJob(str(script.original), given, switches=switches),
+        "original": ScriptJob(str(script.original), given),
+        "tuned": ScriptJob(str(script.original), given, switches=switches),
     }
     if script.expert is not None:
-        jobs["expert"] = TrialJob(str(script.tuned_by_hand), given)
+        jobs["expert"] = ScriptJob(str(script.tuned_by_hand), given)
     times: dict[str, list[float]] = {name: [] for name in jobs}
     deadline = time.monotonic() + 240
     with ExitStack() as all_of_them:

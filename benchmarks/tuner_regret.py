@@ -62,11 +62,15 @@ class Landscape:
     def knobs(self) -> list[Knob]:
         """Its settings."""
         switches = [
-            Knob(name, (f"model.{name}",), name, lambda context: [True], mathematics="rounding", partners=tuple(rest))
+            Knob(
+                name, (f"model.{name}",), name, lambda context: [True], numerics_effect="rounding", partners=tuple(rest)
+            )
             for name in self.names
             for rest in [[other for other in self.names if other != name]]
         ]
-        scale = Knob("scale", ("model.scale",), "scale", lambda context: SCALE, mathematics="rounding", ordered=True)
+        scale = Knob(
+            "scale", ("model.scale",), "scale", lambda context: SCALE, numerics_effect="rounding", ordered=True
+        )
         return [*switches, scale]
 
     def time(self, config: Config) -> float:
@@ -97,7 +101,22 @@ class Landscape:
         learned = Learning([StepEvidence(2 / (1 + step / 8) + draw.gauss(0, 0.05)) for step in range(32)])
         same = OutputErrors("loss", 1, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         agreement = Agreement([StateErrors(step, [same]) for step in range(8)])
-        return ProofResult(prove(windows, Evidence(learned, learned, agreement), mathematics=request.mathematics))
+        return ProofResult(
+            prove(windows, Evidence(learned, learned, agreement), numerics_effect=request.numerics_effect)
+        )
+
+
+def landscape_context(machine: Landscape) -> Context:
+    """Where a search of a landscape starts: with all switches off."""
+    start = load_config_from_mapping(
+        {
+            "workload": "a.b:c",
+            "model": {**dict.fromkeys(machine.names, False), "scale": 1},
+            "training": {"global_batch": 64, "epochs": 100},
+        },
+        environ={},
+    )
+    return Context(start, workload=WorkloadFacts(samples_per_epoch=100_000))
 
 
 def simulated(landscapes: int) -> dict[str, Any]:
@@ -105,15 +124,7 @@ def simulated(landscapes: int) -> dict[str, Any]:
     regrets, shares = [], []
     for seed in range(landscapes):
         machine = Landscape(seed)
-        start = load_config_from_mapping(
-            {
-                "workload": "a.b:c",
-                "model": {**dict.fromkeys(machine.names, False), "scale": 1},
-                "training": {"global_batch": 64, "epochs": 100},
-            },
-            environ={},
-        )
-        context = Context(start, workload=WorkloadFacts(samples_per_epoch=100_000))
+        context = landscape_context(machine)
         journal = Journal(None, search_name(context))
         result = Search(machine.knobs(), context, machine.run_trial, machine.prove, Budget(), journal).run()
         regrets.append(machine.time(result.best) / min(machine.times.values()) - 1)
@@ -146,10 +157,10 @@ def combinations_of(config: Config, context: Context, knobs: Sequence[Knob]) -> 
 
 
 def exact(knob: Knob) -> Knob:
-    """The knob without values that do other mathematics: what they cost in quality no time of a step tells."""
+    """The knob without values that change numerics: step times say nothing about what they cost in quality."""
 
     def values(context: Context) -> list[Any]:
-        judge = knob.mathematics
+        judge = knob.numerics_effect
         return [item for item in knob.values(context) if (judge(item) if callable(judge) else judge) != "more"]
 
     return replace(knob, values=values)
@@ -165,12 +176,12 @@ def real(path: Path, overrides: Sequence[str], folder: Path, rounds: int, most: 
         rounds: Trials of the found and of the fastest config, in turns; the regret is theirs.
         most: Try no more combinations than this (to see that it works).
     """
-    from frameworm.tune.facts import look_around
+    from frameworm.tune.facts import tuning_context
     from frameworm.tune.trials.runner import TrialRunner
     from frameworm.tune.tuner import tune
 
     config = load_config(path, overrides)
-    context = look_around(config)
+    context = tuning_context(config)
     knobs = [exact(knob) for knob in all_knobs() if knob.name in REAL_KNOBS]
     result = tune(config, folder / "search", knobs=knobs, budget=Budget(trials=10 if most else None))
     tell_progress(f"search: {result.trials} trials and proofs, {list(result.changes)}")

@@ -105,7 +105,7 @@ def strike(url: str, machine: Path, way: str, after_s: float, resume: bool) -> s
             for child in psutil.Process(process.pid).children():
                 if "upload.service" in " ".join(child.cmdline()):
                     child.kill()
-            process.join(LIMIT_S)  # the training goes on to its end
+            process.join(LIMIT_S)  # the training continues to its end
         elif way == "training":
             os.kill(process.pid, signal.SIGKILL)
         else:

@@ -2,6 +2,7 @@
 
     python benchmarks/watch.py                          # both parts
     python benchmarks/watch.py --only overhead --places apart --rounds 8
+    python benchmarks/watch.py --only pages --pairs 100 # eleven minutes: 50 pages or none, in quick turns
     python benchmarks/watch.py --only paint --data DIR  # DIR keeps the two copies of the run for the next time
 
 Overhead: one training (a small network, hundreds of steps a second on a core, so a page has much to read) goes on while
@@ -12,6 +13,9 @@ follows the events of the run, and after an event fetches curves, machine and lo
 nothing. Places: `apart` pins the training to one core, server and clients to the other; `same` pins training and server
 to one core, the clients to the other; `free` leaves all to the system. Beside the ratios stands the processor time of
 the server: where it has no core to itself, this is what it can take away.
+
+Pages: the same training; server and 50 pages run for some seconds, then all of them stand still as long (SIGSTOP), and
+so on. Neither side has to start anything: turns are short and many, and a slow minute of the machine hits both sides.
 
 First paint: 100,000 steps with the same scalars as a run folder and as TensorBoard's events. Server and page are timed
 from the server's start, in turns, in one Chromium each time: until the first curve is on the screen, and until the
@@ -57,7 +61,8 @@ trainer.train(DataLoader(data, batch_size=64, shuffle=True), epochs=10**6)
 """
 CLIENTS = {"stopped": None, "nobody": 0, "1 page": 1, "50 pages": 50}
 PLACES = {"apart": ("0", "1", "1"), "same": ("0", "0", "1"), "free": ("0-1", "0-1", "0-1")}
-WINDOW_S, SETTLE_S = 5.0, 1.5
+WINDOW_S, SETTLE_S = 16.0, 1.5  # many pages are updated only every 15 s
+TURN_S, TURN_SETTLE_S = 2.2, 0.2  # a page fetches again after two seconds
 SHORTEST_S = 2.0  # between two fetches of a page
 STEPS = 100_000
 # Notes when the page says that all has been read; what it fetches next are the whole curves.
@@ -83,9 +88,10 @@ THEIR_TABLE = "document.querySelector('scalar-card-data-table').innerText"
 def main() -> None:
     """Measure, print tables, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["overhead", "paint"])
+    parser.add_argument("--only", choices=["overhead", "pages", "paint"])
     parser.add_argument("--places", type=lambda text: text.split(","), default=list(PLACES))
     parser.add_argument("--rounds", type=int, default=6, help="of each place")
+    parser.add_argument("--pairs", type=int, default=100, help="of turns with and without pages")
     parser.add_argument("--paint-rounds", type=int, default=5)
     parser.add_argument("--data", type=Path, help="keep the long run here")
     parser.add_argument("--clients", nargs=3, help=argparse.SUPPRESS)  # the part of the clients: port, run, how many
@@ -94,10 +100,12 @@ def main() -> None:
         port, run, count = options.clients
         asyncio.run(be_clients(int(port), run, int(count)))
         return
-    if options.only != "paint":
+    if options.only == "pages":
+        measure_pages(options.pairs)
+    if options.only not in ("paint", "pages"):
         for place in options.places:
             measure_overhead(place, options.rounds)
-    if options.only != "overhead":
+    if options.only not in ("overhead", "pages"):
         with tempfile.TemporaryDirectory() as folder:
             measure_paint(options.data or Path(folder), options.paint_rounds)
 
@@ -109,14 +117,7 @@ def measure_overhead(place: str, rounds: int) -> None:
     """The four states of the server in turns, beside one training."""
     cores = PLACES[place]
     found: dict[str, list[Window]] = {name: [] for name in CLIENTS}
-    with tempfile.TemporaryDirectory() as text, contextlib.ExitStack() as stack:
-        folder = Path(text)
-        (folder / "train.py").write_text(TRAINING)
-        training = stack.enter_context(running([sys.executable, "train.py"], folder, cores[0]))
-        steps = folder / "runs" / "watched" / "steps-rank0.jsonl"
-        wait_until(lambda: steps.exists() and steps.stat().st_size > 200_000)
-        server, port = stack.enter_context(watching(folder / "runs", cores[1]))
-        run_id = ask(port, "/api/runs")["runs"][0]["id"]
+    with watched_training(cores) as (folder, training, steps, server, port, run_id):
         for number in range(rounds):
             names = list(CLIENTS)
             for name in names[number % 4 :] + names[: number % 4]:  # nobody always comes after the same
@@ -134,7 +135,7 @@ def measure_overhead(place: str, rounds: int) -> None:
                 item = bootstrap_median([getattr(one, clock) / getattr(other, clock) for one, other in pairs])
                 ratios[f"{name}, {clock}"] = [item.value, item.low, item.high]
                 row.append(f"{item.value:.4f} ({item.low:.4f}..{item.high:.4f})")
-            row.append(f"{statistics.median(item.server_share for item in values):.1%}")
+            row.append(f"{statistics.fmean(item.server_share for item in values):.1%}")
         rows.append(row + [""] * (5 - len(row)))
     columns = [
         f"{place}, {rounds} rounds",
@@ -151,6 +152,56 @@ def measure_overhead(place: str, rounds: int) -> None:
         "server_peak_mib": round(peak_mib, 1),
     }
     write_results(f"watch-{place}", torch.device("cpu"), {"window_s": WINDOW_S, "rounds": rounds}, results)
+
+
+def measure_pages(pairs: int) -> None:
+    """50 pages or none beside one training, in quick turns; the training has a core to itself."""
+    cores = PLACES["apart"]
+    found: dict[str, list[Window]] = {"none": [], "50 pages": []}
+    with watched_training(cores) as (folder, training, steps, server, port, run_id):
+        command = [sys.executable, __file__, "--clients", str(port), run_id, "50"]
+        with running(command, folder, cores[2]) as clients:
+            time.sleep(10.0)  # they have started and show the run
+            for number in range(pairs):
+                for name in ("none", "50 pages") if number % 2 else ("50 pages", "none"):
+                    for pid in (server.pid, clients.pid):
+                        os.kill(pid, signal.SIGSTOP if name == "none" else signal.SIGCONT)
+                    time.sleep(TURN_SETTLE_S)
+                    found[name].append(one_window(training.pid, server.pid, steps, TURN_S))
+                if number % 10 == 9:
+                    tell_progress(f"pair {number + 1}/{pairs}")
+            for pid in (server.pid, clients.pid):
+                os.kill(pid, signal.SIGCONT)
+    ratios = {}
+    for clock in ("step_s", "cpu_s"):
+        item = bootstrap_median(
+            [getattr(one, clock) / getattr(two, clock) for one, two in zip(*reversed(found.values()))]
+        )
+        ratios[clock] = [item.value, item.low, item.high]
+        print(f"{clock} with 50 pages, of that without: {item.value:.4f} ({item.low:.4f} to {item.high:.4f})")
+    share = statistics.fmean(item.server_share for item in found["50 pages"])
+    print(f"server {share:.1%} of another core; {pairs} pairs of {TURN_S:g} s\n", flush=True)
+    results = {
+        "windows": {name: [asdict(item) for item in values] for name, values in found.items()},
+        "ratio": ratios,
+        "server_share": share,
+    }
+    write_results("watch-pages", torch.device("cpu"), {"window_s": TURN_S, "pairs": pairs}, results)
+
+
+@contextlib.contextmanager
+def watched_training(
+    cores: Sequence[str],
+) -> Iterator[tuple[Path, subprocess.Popen[bytes], Path, subprocess.Popen[bytes], int, str]]:
+    """A training and its live page: a folder, the training, its file of steps, the server, its port, the run's id."""
+    with tempfile.TemporaryDirectory() as text, contextlib.ExitStack() as stack:
+        folder = Path(text)
+        (folder / "train.py").write_text(TRAINING)
+        training = stack.enter_context(running([sys.executable, "train.py"], folder, cores[0]))
+        steps = folder / "runs" / "watched" / "steps-rank0.jsonl"
+        wait_until(lambda: steps.exists() and steps.stat().st_size > 200_000)
+        server, port = stack.enter_context(watching(folder / "runs", cores[1]))
+        yield folder, training, steps, server, port, ask(port, "/api/runs")["runs"][0]["id"]
 
 
 @dataclass
@@ -176,22 +227,22 @@ def looking_on(
     os.kill(server.pid, signal.SIGCONT)
 
 
-def one_window(training: int, server: int, steps: Path) -> Window:
+def one_window(training: int, server: int, steps: Path, seconds: float = WINDOW_S) -> Window:
     """Look at the training for a while."""
     place = steps.stat().st_size
     began, cpu_began, server_began = time.time(), thread_cpu_s(training), cpu_s(server)
-    time.sleep(WINDOW_S)
+    time.sleep(seconds)
     ended, cpu_ended, server_ended = time.time(), thread_cpu_s(training), cpu_s(server)
     time.sleep(1.0)  # what was done is written
     with steps.open("rb") as file:
         file.seek(place)
         seen = [json.loads(line) for line in file.read().split(b"\n")[1:-1]]
     times = [step["step_s"] for step in seen if began <= step["time"] <= ended]
-    assert len(times) >= 50, f"{len(times)} steps in {WINDOW_S:g} s"
+    assert len(times) >= 50, f"{len(times)} steps in {seconds:g} s"
     return Window(
         step_s=(ended - began) / len(times),
         cpu_s=(cpu_ended - cpu_began) / len(times),
-        server_share=(server_ended - server_began) / WINDOW_S,
+        server_share=(server_ended - server_began) / seconds,
         steps=len(times),
     )
 
@@ -202,25 +253,36 @@ async def be_clients(port: int, run_id: str, count: int) -> None:
 
 
 async def be_client(port: int, run_id: str) -> None:
-    """One page: follow the events, and fetch what has changed."""
-    reader, _ = await send(port, f"/api/stream?run={run_id}")
+    """One page: follow the events, and fetch what has changed, through one connection each as a browser does."""
+    stream, page = await connected(port), await connected(port)
+    events, _ = await ask_for(f"/api/stream?run={run_id}", stream)
     fetched_at = -SHORTEST_S
-    while line := await reader.readline():
+    while line := await events.readline():
         if line.startswith(b"event:") and time.monotonic() - fetched_at >= SHORTEST_S:
             for path in ("series?bins=600", "system?bins=400", "log?name=train.log"):
-                answer, writer = await send(port, f"/api/runs/{run_id}/{path}")
-                await answer.read()
-                writer.close()
+                reader, length = await ask_for(f"/api/runs/{run_id}/{path}", page)
+                await reader.readexactly(length)
             fetched_at = time.monotonic()
 
 
-async def send(port: int, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Ask for something; the answer comes with its headers."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
-    head = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n\r\n"
-    writer.write(head.encode())
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def connected(port: int) -> Connection:
+    """A connection to the server."""
+    return await asyncio.open_connection("127.0.0.1", port, limit=2**24)
+
+
+async def ask_for(path: str, connection: Connection) -> tuple[asyncio.StreamReader, int]:
+    """Ask for something and read the headers of the answer; its length, 0 if it says none."""
+    reader, writer = connection
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
     await writer.drain()
-    return reader, writer
+    length = 0
+    while (line := await reader.readline()).strip():
+        name, _, value = line.partition(b":")
+        length = int(value) if name.lower() == b"content-length" else length
+    return reader, length
 
 
 # --- how soon it is on the screen
