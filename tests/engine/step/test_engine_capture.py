@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any
 
@@ -217,6 +218,29 @@ def test_the_first_replays_tell_when_gradients_are_there(monkeypatch: pytest.Mon
     assert 0 < last < first <= times.backward_s, "the last layer's come first"
     assert len(bench.recorder.graphs) == 2, "recorded again, without the events"
     assert bench.recorder.graphs[1].replays == 6
+
+
+def test_only_the_first_shapes_graph_holds_events_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The events go once they are read, and a GPU that records one of them later writes into freed memory."""
+    bench = Bench()
+    watched: list[int] = []
+
+    class Watched(ReplayedGradients):
+        @contextlib.contextmanager
+        def recorded(self, leaves: Any) -> Iterator[None]:
+            watched.append(len(bench.recorder.graphs))
+            yield
+
+        def read(self) -> None:
+            self._left -= 1
+
+    bench.step._gradients = Watched(GradientWatch(bench.model, CPU, unseen="steps are replayed"))
+    short = (torch.randn(2, 6), torch.zeros(2, dtype=torch.int64))
+    whole = _batches(1)[0]
+    bench.train(*[whole] * (EAGER_STEPS + 3), *[short] * 4, *[whole] * REPLAYS, *[short] * 2)
+    assert watched == [0], "the second shape was recorded while the first was watched"
+    assert len(bench.recorder.graphs) == 3, "both shapes, and the first again without events"
+    assert bench.step._gradients is None
 
 
 def test_shapes_beyond_the_limit_run_eagerly() -> None:

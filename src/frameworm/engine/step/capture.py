@@ -348,7 +348,8 @@ class CapturedStep:
 
     def _record(self, shape: Shape, static: StepBatch) -> Recorded:
         gradients = self._gradients
-        if gradients is None or gradients.over or self.eager.probe is not None:
+        # In the first shape only: a graph with events must not be replayed once the watch, which owns them, is gone.
+        if gradients is None or gradients.over or self.eager.probe is not None or shape.number != 0:
             return self._recorder.record(lambda mark: self._recorded(shape, static, mark))
         with gradients.recorded(self._leaves()):
             return self._recorder.record(lambda mark: self._recorded(shape, static, gradients.marked(mark)))
