@@ -147,7 +147,9 @@ def test_phases_add_up_and_find_the_device_time() -> None:
     record = trainer.train(_loader(240))
     for step in steps.records:
         assert sum(step.phases.values()) == pytest.approx(step.step_s, rel=0.02)
-    assert record.phases["forward"].mean_s == pytest.approx(0.03, abs=0.003)
+    # Other tests may take turns on the device: it is not less than what was planted, and nothing else takes long.
+    assert record.phases["forward"].mean_s > 0.027
+    assert record.phases["forward"].share > 0.8
     assert record.phases["data_wait"].share < 0.05
 
 

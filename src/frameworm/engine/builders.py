@@ -184,6 +184,7 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
     eager.uncompiled = prepared.compiler.uncompiled if prepared.compiler.enabled else None
     if recorder is not None and OneMessage.suits(strategy, job.model):
         eager.one_message = OneMessage(job.model.named_parameters(), strategy, buckets)
+        prepared.compiler.keep_graphs_whole()
     sends_itself = prepared.wrapped is not job.model and eager.one_message is None
     if recorder is not None and not sends_itself and not strategy.shards_parameters:
         # Hooks that send gradients wait for those of the parameters themselves.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from frameworm.engine.optim import adamw_kernel
-from frameworm.engine.optim.adamw_kernel import FusedUpdate
+from frameworm.engine.optim.adamw_kernel import FusedUpdate, GatherGradients
 from frameworm.engine.optim.half_weights import HalfWeights
 from frameworm.errors import ModelError, StateError
 from triton_here import DEVICE, INTERPRETED, needs_gpu, needs_kernels
@@ -96,6 +96,37 @@ def _pair(**settings: Any) -> tuple[list[nn.Parameter], torch.optim.AdamW, Fused
     ours, theirs = _parameters(), _parameters()
     optimizer = _optimizer(ours, **settings)
     return ours, optimizer, FusedUpdate(optimizer, ours), theirs, _optimizer(theirs, **settings)
+
+
+@needs_kernels
+@pytest.mark.parametrize("many", [False, True])
+def test_gradients_are_gathered_as_torch_copies_them(many: bool) -> None:
+    """Of both dtypes, from any address, laid out as the parameter; more than one launch takes."""
+    shapes = SHAPES + ([(5,)] * 140 if many else [])
+    generator = torch.Generator().manual_seed(3)
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    begins = [sum(sizes[:index]) for index in range(len(sizes))]
+    message, expected = (torch.full((sum(sizes),), 7.0, device=DEVICE) for _ in range(2))
+    places = [message[begin : begin + size].view(shape) for begin, size, shape in zip(begins, sizes, shapes)]
+    gradients = []
+    for index, shape in enumerate(shapes):
+        values = torch.randn(sizes[index] + 1, generator=generator).to(DEVICE)
+        values = values.bfloat16() if index % 3 == 1 else values
+        gradients.append(values[index % 2 : index % 2 + sizes[index]].view(shape))
+    assert GatherGradients(places)(gradients, 1 / 3)
+    torch.cat([item.flatten().float() for item in gradients], out=expected).mul_(1 / 3)
+    assert torch.equal(message, expected)
+
+
+@needs_kernels
+def test_gradients_laid_out_otherwise_are_left_to_torch() -> None:
+    place = torch.zeros(4, 6, device=DEVICE)
+    gather = GatherGradients([place])
+    for gradient in (torch.ones(6, 4, device=DEVICE).t(), torch.ones(4, 6, device=DEVICE, dtype=torch.float16)):
+        assert not gather([gradient], 0.5)
+    assert not place.any()
+    assert gather([torch.ones(4, 6, device=DEVICE)], 0.5)
+    assert (place == 0.5).all()
 
 
 @needs_kernels

@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_graphs import FakeRecorder
+from torch.utils.data import DataLoader
 from workbench import classification, mlp, parameters
 
+from frameworm import Trainer
 from frameworm.config.schema import ParallelConfig
 from frameworm.data.steps import StepBatch
 from frameworm.engine.model.precision import Precision
@@ -589,6 +591,23 @@ def test_a_message_takes_gradients_of_cast_weights_and_sparse_ones(single_rank_g
     embedding.weight.grad = None
     with pytest.raises(ModelError, match=r"did not use parameter 0\.weight.*find_unused_parameters"):
         message.send(None)
+
+
+@pytest.mark.parametrize("capture", ["rehearse", "off"])
+def test_graphs_end_at_buckets_only_where_these_are_sent(single_rank_group: None, capture: str) -> None:
+    """torch's compiler splits a graph at every bucket of DDP, so that it is sent while the next graph runs."""
+    splits = []
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        splits.append(torch._dynamo.config.optimize_ddp)
+        return torch.nn.functional.cross_entropy(output, target)
+
+    model = mlp()
+    settings = {"strategy": "ddp", "compile_model": True, "capture": capture, "device": "cpu", "run_dir": None}
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn=loss, max_steps=2, **settings)
+    trainer.train(DataLoader(classification(16), 4))
+    assert [bool(item) for item in splits[-2:]] == [capture == "off"] * 2
+    assert torch._dynamo.config.optimize_ddp, "as it was before"
 
 
 def test_ddp_keeps_its_buckets_where_they_hide_something(single_rank_group: None) -> None:

@@ -70,7 +70,7 @@ class Compiler:
             # Numbers that differ between blocks, such as a layer's index, become inputs of one shared graph. Blocks
             # that differ in other ways, such as the cache entry they fill, may each need their own graph.
             most = recompile_limit() + max(map(len, groups))
-            self._settings = {"allow_unspec_int_on_nn_module": True, "recompile_limit": most}
+            self._settings.update(allow_unspec_int_on_nn_module=True, recompile_limit=most)
             callers = _callers(model, [block for group in groups for block in group])
             if model in callers:
                 return  # the compiler cannot break a graph in the middle of a loop, and skips the whole forward
@@ -99,6 +99,10 @@ class Compiler:
     def _set(self, module: nn.Module, call: Callable[..., Any]) -> None:
         set_compiled_call(module, call)
         self._compiled.append(module)
+
+    def keep_graphs_whole(self) -> None:
+        """Do not split graphs where DDP's buckets end; to be called where nothing is sent during backward."""
+        self._settings["optimize_ddp"] = False
 
     @contextlib.contextmanager
     def eager_if_it_fails(self) -> Iterator[None]:

@@ -6,9 +6,10 @@ pass over everything, including half-precision weights (half_weights), in blocks
 optimizer remains torch's: its state is used in place, so torch can save, load or step it at any time.
 
 During CUDA graph capture, gradients get addresses that are not known beforehand, and tables can no longer be copied to
-the
-device. Kernel arguments are recorded by value, though: the first kernel receives the addresses as arguments and stores
-them in a table for the last one. The other tables come from an ordinary call before the capture.
+the device. Kernel arguments are recorded by value, though: the first kernel receives the addresses as arguments and
+stores them in a table for the last one. The other tables come from an ordinary call before the capture.
+
+`GatherGradients` uses the same means to copy all gradients into one tensor, which several ranks exchange.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from frameworm.torch_private.optimizers import hooks_of, hooks_of_all, mark_step
 
 _DEVICE_TYPES = ("cuda",)  # tests add "cpu", which triton can interpret
 _NORM_BLOCK = 8192  # elements per program; larger than below, as each program searches the arguments for its gradient
+_GATHER_BLOCK = 4096
 _UPDATE_BLOCK = 2048
 _TENSORS_PER_LAUNCH = 128  # kernel arguments are limited to 4 KiB
 _PLANS_KEPT = 8
@@ -188,6 +190,50 @@ class FusedUpdate:
             state["exp_avg"] = average = _like(average, parameter)
             state["exp_avg_sq"] = average_square = _like(average_square, parameter)
         return average, average_square, state["step"]
+
+
+class GatherGradients:
+    """Copies gradients to their places in one tensor, in one kernel where torch takes several.
+
+    Args:
+        places: Where each gradient belongs: fp32, on one GPU, each in one piece of memory.
+    """
+
+    def __init__(self, places: list[Tensor]) -> None:
+        self._places = places
+        self._device = places[0].device
+        rows: list[list[int]] = []
+        owners: list[int] = []
+        for index, place in enumerate(places):
+            rows.append([place.data_ptr(), place.numel(), len(owners)])
+            owners.extend([index] * math.ceil(place.numel() / _GATHER_BLOCK))
+        self._starts = [*(row[2] for row in rows), len(owners)]
+        self._rows = _send(rows, torch.int64, self._device)
+        self._owners = _send(owners, torch.int32, self._device)
+
+    @staticmethod
+    def supports(device: torch.device) -> bool:
+        """Whether the kernel runs on this device. The first call compiles kernels."""
+        return device.type in _DEVICE_TYPES and _trial(device) is None
+
+    def __call__(self, gradients: list[Tensor], share: float) -> bool:
+        """Copy the gradients multiplied by `share`; returns False, with nothing copied, if one cannot be copied so."""
+        from frameworm.engine.optim import adamw_triton as kernels
+
+        dtypes = (torch.float32, torch.bfloat16)
+        if not all(_same_layout(item, place, dtypes) for item, place in zip(gradients, self._places)):
+            return False
+        codes = [_code(gradient) for gradient in gradients]
+        with _current(self._device):
+            for first in range(0, len(codes), _TENSORS_PER_LAUNCH):
+                chunk = tuple(codes[first : first + _TENSORS_PER_LAUNCH])
+                start, end = self._starts[first], self._starts[first + len(chunk)]
+                if end > start:
+                    kernels.gather[(end - start,)](
+                        chunk, self._rows, self._owners, share, first, start,
+                        COUNT=len(chunk), BLOCK=_GATHER_BLOCK, num_warps=8,
+                    )  # fmt: skip
+        return True
 
 
 class _Plan:

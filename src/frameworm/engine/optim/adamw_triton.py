@@ -1,4 +1,4 @@
-"""Triton kernels of the one-pass update; imported only where there is a GPU and triton."""
+"""Triton kernels of the one-pass update and of gathering gradients; imported only where there is a GPU and triton."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803 (triton writes compile-time constants in capitals)
 
@@ -49,6 +49,30 @@ def sum_squares(
     else:
         total = _block_squares(address, start, left, scale, half, WHOLE=False, FACTOR=FACTOR, BLOCK=BLOCK)
     tl.store(partials + block, total)
+
+
+@triton.jit(do_not_specialize=("share", "first_tensor", "first_block"))
+def gather(gradients, rows, owners, share, first_tensor, first_block, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy each gradient, times `share`, to its place in one tensor; one program per block.
+
+    Columns of `rows`: 0 address of the place, 1 elements, 2 first block.
+    """
+    block = first_block + tl.program_id(0)
+    owner = tl.load(owners + block)
+    coded = tl.cast(0, tl.int64)
+    for index in tl.static_range(COUNT):
+        coded += tl.where(owner == first_tensor + index, gradients[index], 0)
+    half = coded < 0
+    address = tl.abs(coded) - 1
+    row = rows + owner * 3
+    start = (block - tl.load(row + 2)).to(tl.int64) * BLOCK
+    place = tl.load(row) + start * 4
+    left = tl.load(row + 1) - start
+    lanes = tl.arange(0, BLOCK)
+    if (left >= BLOCK) & ((address | place) % 16 == 0):
+        _write(place, _read_either(address, start, lanes, left, half, WHOLE=True) * share, lanes, left, WHOLE=True)
+    else:
+        _write(place, _read_either(address, start, lanes, left, half, WHOLE=False) * share, lanes, left, WHOLE=False)
 
 
 @triton.jit
