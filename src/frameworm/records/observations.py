@@ -209,6 +209,7 @@ class SystemSample:
     cpu_stolen: float | None = None  # fraction of the cores' busy time that the hypervisor gave to other machines
     host_memory: float | None = None  # fraction of the machine's memory in use, or of its cgroup's limit
     rss_bytes: int | None = None  # this process and its children
+    rss_grown_bytes: int | None = None  # since the sampler started, without processes that have only just begun
     threads: int | None = None
     disk_read_bytes: int | None = None  # since the sampler started
     disk_write_bytes: int | None = None

@@ -115,7 +115,7 @@ class SystemMetrics:
             gpu_energy_j=self._energy_j,
             throttled_share=self._throttled / self.count if self._throttle_known else None,
             throttle_reasons=list(self._reasons),
-            rss_growth_bytes_per_s=_growth(points, "rss_bytes"),
+            rss_growth_bytes_per_s=_growth(points, "rss_grown_bytes", "rss_bytes"),
             gpu_memory_growth_bytes_per_s=_growth(points, "gpu_memory_bytes"),
             threads_max=self._threads_max,
             **computed,
@@ -128,7 +128,10 @@ class SystemMetrics:
         return (last - first) / (ended - began) if ended > began else None
 
 
-def _growth(points: list[SystemSample], name: str) -> float | None:
-    """Growth of a metric in the second half of the run; growth during start-up is not a leak."""
-    known = [(point.time, float(value)) for point in points if (value := getattr(point, name)) is not None]
-    return robust_slope(known[len(known) // 2 :], most_points=GROWTH_POINTS)
+def _growth(points: list[SystemSample], *names: str) -> float | None:
+    """Growth of the first metric with values in the second half of the run; growth during start-up is not a leak."""
+    for name in names:
+        known = [(point.time, float(value)) for point in points if (value := getattr(point, name)) is not None]
+        if known:
+            return robust_slope(known[len(known) // 2 :], most_points=GROWTH_POINTS)
+    return None

@@ -22,7 +22,7 @@ import torch
 from frameworm.hardware.nvml import GpuState
 from frameworm.observe.system import host_sources
 from frameworm.observe.system import sampler as system
-from frameworm.observe.system.host_sources import Family, HostSampler
+from frameworm.observe.system.host_sources import SETTLED_SAMPLES, Family, HostSampler
 from frameworm.observe.system.sampler import NoSampler, SystemSampler, make_sampler
 from frameworm.records.samples import read_samples
 
@@ -90,6 +90,27 @@ def test_growing_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert summary.rss_growth_bytes_per_s == pytest.approx(100e6, rel=0.3)
     assert summary.cpu_process is not None
     assert summary.cpu_process.max > 0
+
+
+def test_helpers_that_start_in_mid_run_are_no_growth() -> None:
+    """Compilers and loaders start processes that take much memory at once, and leak nothing."""
+    code = "import sys\nheld = []\nfor line in sys.stdin: held.append(b'x' * 20_000_000); print(1, flush=True)"
+    family = Family()
+    assert family.read().rss_grown_bytes == 0
+    with subprocess.Popen([sys.executable, "-uc", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        grown = []
+        for _ in range(SETTLED_SAMPLES + 4):
+            child.stdin.write(b"more\n")
+            child.stdin.flush()
+            child.stdout.readline()
+            family._looks = 5  # look for children now instead of a few looks later
+            grown.append(family.read().rss_grown_bytes or 0)
+        child.stdin.close()
+    assert abs(grown[SETTLED_SAMPLES - 1]) < 15_000_000, grown
+    assert grown[-1] - grown[SETTLED_SAMPLES - 1] == pytest.approx(4 * 20e6, abs=15e6), "it goes on: that is growth"
+    assert abs((family.read().rss_grown_bytes or 0) - grown[-1]) < 15_000_000, "its end is no gain"
 
 
 def test_time_on_cores_is_the_systems_own_count() -> None:

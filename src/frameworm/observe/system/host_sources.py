@@ -14,6 +14,8 @@ from frameworm.hardware.host import memory_limit_bytes, memory_used_bytes
 
 # Looking for children reads an entry of every process on the machine, and children rarely change.
 LOOK_FOR_CHILDREN_EVERY = 5
+# A process that has just started grows by what it imports; growth counts after this many samples.
+SETTLED_SAMPLES = 5
 LOOPBACK = "lo"
 
 
@@ -22,6 +24,7 @@ class FamilyState:
     """This process and its children at one sample."""
 
     rss_bytes: int | None = None  # pages shared by several processes count for each
+    rss_grown_bytes: int | None = None  # since the first sample, in processes that have settled
     threads: int | None = None
     cpu_s: float | None = None  # since the first sample
     disk_read_bytes: int | None = None
@@ -32,6 +35,7 @@ class _Counters(NamedTuple):
     """Resources that one process has used so far; identified also by start time, because pids are reused."""
 
     identity: tuple[int, float]
+    rss_bytes: int
     cpu_s: float
     ended_s: float  # of its children that have ended and that it has waited for
     read_bytes: int | None
@@ -41,8 +45,9 @@ class _Counters(NamedTuple):
 class Family:
     """This process and its children: memory, threads, CPU time, and bytes read and written.
 
-    A child's CPU time stays counted after it has ended, even if it started and ended between two samples; its bytes
-    count from when it was first seen.
+    Memory counts as grown if processes that were there for some samples hold more: helpers that a library starts in
+    mid-run (to compile, to load) take much at once and leak nothing. A child's CPU time stays counted after it has ended,
+    even if it started and ended between two samples; its bytes count from when it was first seen.
     """
 
     def __init__(self) -> None:
@@ -53,6 +58,8 @@ class Family:
         self._looks = 0
         self._ended_s = 0.0  # CPU time of children that have ended since the last sample
         self._before: dict[tuple[int, float], _Counters] = {}
+        self._ages: dict[tuple[int, float], int] = {}  # samples that each process was in, at most SETTLED_SAMPLES
+        self._grown_bytes = 0
         self._cpu_s = 0.0
         self._seen_to_end_s = 0.0  # already counted for ended children, and reported once more by their parents
         self._read_bytes: int | None = None
@@ -79,6 +86,11 @@ class Family:
             seen[found.identity] = found
             first = found if self._looks == 1 else found._replace(cpu_s=0.0, ended_s=0.0)  # a new process
             self._add(found, self._before.get(found.identity, first))
+        # All that is there at the first sample counts from then on.
+        ages = {one: self._ages.get(one, SETTLED_SAMPLES - 1 if self._looks == 1 else 0) for one in seen}
+        settled = [one for one, age in ages.items() if age == SETTLED_SAMPLES]
+        self._grown_bytes += sum(seen[one].rss_bytes - self._before[one].rss_bytes for one in settled)
+        self._ages = {one: min(age + 1, SETTLED_SAMPLES) for one, age in ages.items()}
         gone = [item for identity, item in self._before.items() if identity not in seen]
         self._seen_to_end_s += sum(item.cpu_s + item.ended_s for item in gone)
         again_s = min(self._seen_to_end_s, self._ended_s)
@@ -87,6 +99,7 @@ class Family:
         self._children = alive
         self._before = seen
         state.cpu_s = self._cpu_s if seen else None
+        state.rss_grown_bytes = self._grown_bytes if seen else None
         state.disk_read_bytes, state.disk_write_bytes = self._read_bytes, self._write_bytes
         return state
 
@@ -116,7 +129,7 @@ def _look(process: Any, state: FamilyState) -> _Counters | None:
         counters = process.io_counters()
         read_bytes, write_bytes = int(counters.read_bytes), int(counters.write_bytes)
     ended_s = times.children_user + times.children_system
-    return _Counters(identity, times.user + times.system, ended_s, read_bytes, write_bytes)
+    return _Counters(identity, rss_bytes, times.user + times.system, ended_s, read_bytes, write_bytes)
 
 
 @dataclass(slots=True)

@@ -273,6 +273,7 @@ class _Sources:
             cpu_stolen=waits.stolen,
             host_memory=machine.memory,
             rss_bytes=family.rss_bytes,
+            rss_grown_bytes=family.rss_grown_bytes,
             threads=family.threads,
             disk_read_bytes=family.disk_read_bytes,
             disk_write_bytes=family.disk_write_bytes,
