@@ -161,7 +161,7 @@ def test_first_steps_of_widths_are_start_up_and_not_the_pace(tmp_path: Path) -> 
     assert result.failure is None
     assert not result.stopped_early
     step_s = 2 * result.sample_s
-    assert pause_s <= step_s <= 1.1 * pause_s
+    assert pause_s <= step_s <= 1.5 * pause_s, "a first step of a width takes five times as long"
     assert result.setup_s is not None
     # One width or another may come late.
     assert 0.9 * widths * first_s < result.setup_s < widths * first_s + 3
