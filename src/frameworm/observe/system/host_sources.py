@@ -46,8 +46,8 @@ class Family:
     """This process and its children: memory, threads, CPU time, and bytes read and written.
 
     Memory counts as grown if processes that were there for some samples hold more: helpers that a library starts in
-    mid-run (to compile, to load) take much at once and leak nothing. A child's CPU time stays counted after it has ended,
-    even if it started and ended between two samples; its bytes count from when it was first seen.
+    mid-run (to compile, to load) take much at once and leak nothing. A child's CPU time stays counted after it has
+    ended, even if it started and ended between two samples; its bytes count from when it was first seen.
     """
 
     def __init__(self) -> None:
