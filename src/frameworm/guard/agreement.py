@@ -5,8 +5,7 @@ the same state and given the same samples, and their outputs are compared: the l
 buffers.
 
 - **Errors.** A reference in higher precision shows how wrong each side is. The candidate's error may be about twice
-that
-  of an eager step in its precision, and in fp32 a ten-thousandth. Where rounding decides which of two numbers is
+  that of an eager step in its precision, and in fp32 a ten-thousandth. Where rounding decides which of two numbers is
   larger, a state is off by more; a quarter of the states may be. Outputs whose true value is smaller than their
   rounding noise, such as the gradient of a bias in front of a normalisation, are judged together.
 - **Bias.** Rounding errors point in all directions; a wrong factor points along the gradient. The error's component

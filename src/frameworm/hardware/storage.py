@@ -22,8 +22,7 @@ def probe_storage(folder: Path, most_bytes: int | None = None, limit_s: float = 
     """Write a file to a folder, sync it, time both, and remove it.
 
     It is written like a checkpoint: sequentially, and counted only once it is durable. The file takes at most a
-        twentieth
-    of the free space, and writing stops after `limit_s`.
+    twentieth of the free space, and writing stops after `limit_s`.
 
     Args:
         folder: Where runs are written; if it does not exist, the nearest existing parent is used.

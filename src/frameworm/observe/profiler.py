@@ -121,8 +121,7 @@ class PerformanceProfiler:
 
     `profile` also works as a decorator and in any thread, and a scope is closed even if an exception is raised inside
     it. On a GPU each scope also gets the time between its beginning and end in the device's stream, from events that
-    are read
-    late: a scope never waits for the device.
+    are read late: a scope never waits for the device.
 
     Args:
         device: `auto`: the current GPU if there is one.

@@ -43,8 +43,7 @@ def calculate_zero_savings(num_params: float, world_size: int) -> dict[str, dict
     """Return bytes per device of parameters, gradients and Adam's state, by ZeRO stage, without activations.
 
     As in the ZeRO paper: sharded tensors are divided evenly, and nothing is gathered. `frameworm memory --config` plans
-        a
-    real run, including everything that this library's strategies hold.
+    a real run, including everything that this library's strategies hold.
 
     Args:
         num_params: Number of parameters of the model.

@@ -4,10 +4,10 @@ transformers lets a model compute attention and masks with functions registered 
 run needs them; the model is switched to them for the run and back when it ends.
 
 - A captured step must not check on the host whether a mask hides anything, as transformers does to leave masks out. Our
-mask is always created.
+  mask is always created.
 - `gpu.padding_free`: before the first of the blocks that a model repeats, hidden states [B, W, ...] are gathered into
-one row [1, T, ...] of real tokens (`data.batches.real_tokens`), and scattered back after the last. Everything in
-between works per token except attention, which is given the boundaries of the samples.
+  one row [1, T, ...] of real tokens (`data.batches.real_tokens`), and scattered back after the last. Everything in
+  between works per token except attention, which is given the boundaries of the samples.
 
 The first batch is computed both ways before training. A model is refused if its loss differs, or depends on what its
 blocks return for padding.
