@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from frameworm import Trainer
 
-WAYS = {"python's schedule": False, "between steps": True}
+WAYS = {"python's own way": False, "heap set aside": True}
 HEAP_OBJECTS = 500_000
 CASES = {"records kept": 200, "nothing kept": 0}  # objects per step
 

@@ -255,7 +255,7 @@ class MemoryConfig(Section):
     )
     enable_automatic_gc: bool = Field(
         default=True,
-        description="Run Python's garbage collector between steps, at fixed step numbers; off: as Python decides.",
+        description="Keep garbage collections short, and between steps (several ranks, GPU); off: as Python decides.",
     )
     cache_size_limit: int = Field(default=2**30, ge=0, description="Most bytes of unused device cache to keep.")
     on_oom: Literal["stop", "halve_micro_batch"] = Field(

@@ -63,6 +63,31 @@ def test_the_heap_is_set_aside_while_training() -> None:
     assert _train(False).frozen[0] == 0
 
 
+@pytest.mark.parametrize("waited_for", [False, True])
+def test_pythons_schedule_is_off_only_where_others_wait_for_this_process(
+    waited_for: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    began = Collector.__enter__
+
+    def entered(collector: Collector) -> Collector:
+        collector._between_steps |= waited_for  # as with several ranks
+        return began(collector)
+
+    class Looks(Callback):
+        def on_step(self, step: StepRecord) -> None:
+            seen.append(gc.isenabled())
+
+    monkeypatch.setattr(Collector, "__enter__", entered)
+    model = mlp()
+    trainer = Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[Looks()], run_dir=None, device="cpu"
+    )
+    trainer.train(DataLoader(classification(16), 4))
+    assert seen == [not waited_for] * 4
+    assert gc.isenabled()
+
+
 def test_what_the_user_froze_stays_frozen() -> None:
     gc.freeze()
     try:
@@ -140,7 +165,9 @@ def test_garbage_that_holds_memory_is_collected_more_often() -> None:
             held[0] -= 100
 
     most = 0
-    with Collector(True, lambda: held[0], total_bytes=20_000) as collector:  # 400 may be garbage: four of them
+    with Collector(
+        True, held_bytes=lambda: held[0], total_bytes=20_000
+    ) as collector:  # 400 may be garbage: four of them
         for number in range(1, 60):
             collector.before_step(number)
             Heavy()

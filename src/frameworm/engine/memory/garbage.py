@@ -1,4 +1,4 @@
-"""Run Python's garbage collector between steps, by step number, instead of at arbitrary times."""
+"""Keep Python's garbage collector from holding up steps: short collections, at the same steps on all ranks."""
 
 from __future__ import annotations
 
@@ -20,23 +20,33 @@ _watches_forks = False
 
 
 class Collector:
-    """Collects between steps inside its context; outside, the collector is as the user has it.
+    """Shortens collections inside its context; outside, the collector is as the user has it.
 
-    A full collection visits all objects of the process. With torch imported that takes as long as many small steps, and
-    it happens at a different moment on every rank, so that all ranks wait for each one. Therefore objects that exist
-    when training begins are frozen (unless the user has frozen a heap), Python's own schedule is off, and collections
-    happen before steps whose numbers all ranks know: 1, 2, 4, ..., then every 50th, with a full collection every
-    1000th. If a collection frees much memory, the next ones come sooner. Objects created by the first steps (compilers,
-    late imports) are frozen too, after 50 steps and then ever more rarely.
+    A full collection visits all objects of the process. With torch imported that takes as long as many small steps. So
+    objects that exist when training begins are frozen, unless the user has frozen a heap.
+
+    With several ranks collections would also come at a different moment on each, and all ranks wait for every one. Then
+    Python's own schedule is off, and collections happen before steps whose numbers all ranks know: 1, 2, 4, ..., then
+    every 50th, with a full collection every 1000th. If a collection frees much memory, the next ones come sooner.
+    Objects created by the first steps (compilers, late imports) are frozen too, after 50 steps and then ever more
+    rarely. One process on a CPU gained nothing from that and was rather slower (benchmarks/results/ablation-cpu.json).
 
     Args:
         enabled: If False, nothing is done at all; nor is it if the user has disabled the collector.
+        between_steps: Whether to collect between steps only; otherwise Python's schedule stays on.
         held_bytes: Returns the memory in use, before and after a collection.
         total_bytes: Size of that memory.
     """
 
-    def __init__(self, enabled: bool, held_bytes: Callable[[], int] | None = None, total_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        enabled: bool,
+        between_steps: bool = True,
+        held_bytes: Callable[[], int] | None = None,
+        total_bytes: int = 0,
+    ) -> None:
         self._enabled = enabled
+        self._between_steps = between_steps
         self._held_bytes = held_bytes
         self._budget_bytes = int(total_bytes * MOST_GARBAGE)
         self._froze = False
@@ -57,9 +67,10 @@ class Collector:
         if gc.get_freeze_count() < OWN_FROZEN:
             gc.freeze()
             self._froze = True
-        _enable_in_children()
-        gc.disable()
-        self._active = _paused = True
+        if self._between_steps:
+            _enable_in_children()
+            gc.disable()
+            self._active = _paused = True
         return self
 
     def __exit__(

@@ -7,6 +7,7 @@ not help, as it would be full again after resuming.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 from collections.abc import Callable
@@ -117,6 +118,7 @@ class MemoryGuard:
         request: Receives the request to stop.
         describe: Describes what holds memory.
         rank: This rank, for messages.
+        waited_for: Whether a pause of this process holds up others: the other ranks, or a GPU.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class MemoryGuard:
         request: StopRequest,
         describe: Callable[[], str],
         rank: int = 0,
+        waited_for: bool = False,
     ) -> None:
         self._settings = settings
         self._watched = [_Watched(gauge) for gauge in gauges]
@@ -135,7 +138,9 @@ class MemoryGuard:
         self._notes: list[str] = []
         self._steps = 0
         self._next_look = 0.0
-        self._collector = Collector(settings.enable_automatic_gc, gauges[0].own_bytes, gauges[0].total_bytes)
+        scarcest = gauges[0]
+        enabled = settings.enable_automatic_gc
+        self._collector = Collector(enabled, waited_for, scarcest.own_bytes, scarcest.total_bytes)
 
     @property
     def notes(self) -> list[str]:
@@ -258,4 +263,6 @@ def make_guard(
     gauges = [Gauge(setup_ddp().local_world_size if is_distributed() else 1)]
     if device.type == "cuda":
         gauges.insert(0, DeviceGauge(device, config.gpu.memory_fraction))
-    return MemoryGuard(config.memory, gauges, request, lambda: snapshot(model, optimizer, device), strategy.rank)
+    waited_for = strategy.world_size > 1 or device.type == "cuda"
+    describe = functools.partial(snapshot, model, optimizer, device)
+    return MemoryGuard(config.memory, gauges, request, describe, strategy.rank, waited_for)
