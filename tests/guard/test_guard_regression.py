@@ -86,6 +86,16 @@ def test_one_hiccup_is_no_regression() -> None:
     assert judge([figures(times(1, QUIET, 300))], [figures(after)]).verdict == "inconclusive"
 
 
+def test_what_cannot_be_judged_hides_no_regression() -> None:
+    before = figures(times(1, QUIET, 300), quality={"val_accuracy": 0.96})
+    hiccup = times(2, QUIET, 300)
+    hiccup[150] += 3.0
+    judgement = judge([before], [figures(hiccup, quality={"val_accuracy": 0.5})])
+    assert {"inconclusive", "regression"} <= {check.verdict for check in judgement.checks}
+    assert judgement.verdict == "regression"
+    assert judgement.exit_code == 1
+
+
 def test_faster_is_ok() -> None:
     after = [value * 0.5 for value in times(2, QUIET, 300)]
     assert judge([figures(times(1, QUIET, 300))], [figures(after)]).verdict == "ok"
