@@ -15,7 +15,8 @@ from frameworm.cli.main import app
 from frameworm.errors import DeviceError, RunFolderError
 from frameworm.report.checks.gpus import render_verification, render_verification_page, speed_rows
 from frameworm.tune.verify import verify
-from frameworm.tune.verify.verify import Claim, Outcome, Speed, Verification, judge_equality, verify_gpus
+from frameworm.tune.verify.equality import Outcome, judge_equality
+from frameworm.tune.verify.verify import Claim, Speed, Verification, verify_gpus
 
 
 def found(**changes: Any) -> Verification:
@@ -76,17 +77,17 @@ def test_what_fails_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("captured", "again", "verdict", "words"),
+    ("captured", "again", "equal", "words"),
     [
-        (0.0, None, "holds", "all losses and all 2 tensors are equal"),
-        (1e-7, 0.0, "fails", "1 of 2 tensors differ, and two unrecorded trainings are equal"),
-        (1e-7, None, "fails", "1 of 2 tensors differ"),
-        (2e-7, 1e-7, "holds", "where two unrecorded trainings differ by"),
-        (1e-3, 1e-7, "fails", "where two unrecorded trainings differ by"),
+        (0.0, None, True, "all losses and all 2 tensors are equal"),
+        (1e-7, 0.0, False, "1 of 2 tensors differ, and two unrecorded trainings are equal"),
+        (1e-7, None, False, "1 of 2 tensors differ"),
+        (2e-7, 1e-7, True, "where two unrecorded trainings differ by"),
+        (1e-3, 1e-7, False, "where two unrecorded trainings differ by"),
     ],
 )
 def test_captured_steps_may_differ_as_unrecorded_ones_do(
-    captured: float, again: float | None, verdict: str, words: str
+    captured: float, again: float | None, equal: bool, words: str
 ) -> None:
     """Kernels that add in any order give other bits each time, and a wrong step differs by far more."""
     weights = torch.ones(1000, dtype=torch.float64)
@@ -95,7 +96,7 @@ def test_captured_steps_may_differ_as_unrecorded_ones_do(
         return Outcome([0.5, 0.25 + by], {"weight": weights + by, "steps": torch.tensor(60)})
 
     found, text, evidence = judge_equality(outcome(captured), outcome(0.0), None if again is None else outcome(again))
-    assert found == verdict
+    assert found is equal
     assert words in text
     assert evidence["losses_equal"] is (captured == 0)
     assert evidence["tensors_that_differ"] == (["weight"] if captured else [])

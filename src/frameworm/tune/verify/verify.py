@@ -39,6 +39,7 @@ from frameworm.scaling.network import NetworkModel
 from frameworm.scaling.predict import Predictor, Row
 from frameworm.scaling.profile import load_run
 from frameworm.scaling.simulate import Setting
+from frameworm.tune.verify.equality import Outcome, judge_equality
 from frameworm.tune.verify.processes import Ended, ranks_of, run
 from frameworm.tune.verify.trainings import Training, write_trainings
 
@@ -46,7 +47,6 @@ SCHEMA_VERSION = 1
 RESULT_NAME, PREDICTIONS_NAME, NETWORK_NAME = "verify.json", "predictions.json", "network.json"
 STRATEGIES = ("ddp", "zero1")
 EQUAL_STEPS = 60
-MOST_NOISE = 3.0  # captured steps may be so many times further from unrecorded ones than these are from themselves
 ENDLESS_STEPS, STEPS_BEFORE_FAILURE, STEPS_AFTER_RESTART = 1_000_000, 400, 400
 CHECKPOINT_EVERY = 100
 SILENCE_S, STOP_GRACE_S = 10.0, 3.0
@@ -201,64 +201,6 @@ def verify_gpus(
     return found
 
 
-@dataclass
-class Outcome:
-    """What one training led to."""
-
-    losses: list[float | None]
-    weights: dict[str, torch.Tensor]
-
-    def equals(self, other: Outcome) -> bool:
-        return self.losses == other.losses and not self.unlike(other)
-
-    def unlike(self, other: Outcome) -> list[str]:
-        """Names of the weights that differ in any bit."""
-        return [name for name, value in self.weights.items() if not torch.equal(value, other.weights[name])]
-
-    def distance(self, other: Outcome) -> float:
-        """Norm of the difference of all weights, relative to that of the weights."""
-        apart = sum(float((value.double() - other.weights[name].double()).square().sum()) for name, value in self._held)
-        return math.sqrt(apart / (sum(float(value.double().square().sum()) for _, value in self._held) or 1.0))
-
-    @property
-    def _held(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, value) for name, value in self.weights.items() if value.is_floating_point()]
-
-
-def judge_equality(
-    captured: Outcome, unrecorded: Outcome, again: Outcome | None = None
-) -> tuple[Verdict, str, dict[str, Any]]:
-    """Judge whether captured steps are the unrecorded ones.
-
-    Some kernels add in whatever order their threads arrive, so a GPU does not always compute the same bits twice. Then
-    two unrecorded trainings differ as well, and captured steps may differ by about as much.
-
-    Args:
-        captured: Of replayed steps.
-        unrecorded: Of the same steps without capture.
-        again: The same as `unrecorded`, once more; needed only if the first two differ.
-
-    Returns:
-        The verdict, its reason and the evidence.
-    """
-    unlike = captured.unlike(unrecorded)
-    evidence: dict[str, Any] = {
-        "losses": len(captured.losses),
-        "losses_equal": captured.losses == unrecorded.losses,
-        "tensors": len(captured.weights),
-        "tensors_that_differ": unlike,
-    }
-    if captured.equals(unrecorded):
-        return "holds", f"all losses and all {len(captured.weights)} tensors are equal", evidence
-    what = f"{len(unlike)} of {len(captured.weights)} tensors differ" if unlike else "losses differ"
-    if again is None or again.equals(unrecorded):
-        return "fails", f"{what}, and two unrecorded trainings are equal", evidence
-    apart, noise = captured.distance(unrecorded), again.distance(unrecorded)
-    evidence |= {"distance": apart, "distance_of_two_unrecorded": noise}
-    text = f"{what}: by {apart:.2g} of the weights, where two unrecorded trainings differ by {noise:.2g} themselves"
-    return "holds" if apart <= MOST_NOISE * noise else "fails", text, evidence
-
-
 class _Kit:
     """Runs the trainings of a verification and writes its files."""
 
@@ -339,11 +281,12 @@ class _Kit:
                 replayed, note = record.captured_steps or 0, _note(record)
             elif outcomes[0].equals(outcomes[1]):
                 break
-        verdict, text, evidence = judge_equality(*outcomes)
+        equal, text, evidence = judge_equality(*outcomes)
         evidence = {"strategy": strategy, "replayed_steps": replayed, **evidence}
         if not replayed:
             return Claim("equal", question, "fails", f"no step was captured: {note}", evidence)
-        return Claim("equal", question, verdict, f"{replayed} of {EQUAL_STEPS} steps replayed; {text}", evidence)
+        text = f"{replayed} of {EQUAL_STEPS} steps replayed; {text}"
+        return Claim("equal", question, "holds" if equal else "fails", text, evidence)
 
     def silent(self, training: Training) -> Claim:
         """Stop one rank in the middle of its replays, and check how the others end."""
