@@ -93,10 +93,17 @@ def test_failures_are_listed_with_their_reasons_and_the_search_goes_on() -> None
     assert all(item.status == "failed" for item in told.values())
 
 
-def test_a_config_that_fails_itself_ends_the_search_with_its_reason() -> None:
-    machine = Machine(lambda model: 1.0, results=lambda model: TrialResult(failure=Failure("crash", "no data")))
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (Failure("crash", "no data"), "the config itself fails: no data"),
+        (Failure("hang", "not done after 45 s"), "the config as it is was not done after 45 s; give a larger --budget"),
+    ],
+)
+def test_a_config_that_fails_itself_ends_the_search_with_its_reason(failure: Failure, told: str) -> None:
+    machine = Machine(lambda model: 1.0, results=lambda model: TrialResult(failure=failure))
     result = search(machine, [planted("real", True)], config_of(real=False))
-    assert result.stopped == "the config itself fails: no data"
+    assert result.stopped.startswith(told)
     assert len(machine.trials) == 1
 
 

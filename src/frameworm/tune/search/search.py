@@ -30,7 +30,7 @@ from frameworm.tune.search.result import (
     is_asked_for,
     only_gain_failed,
 )
-from frameworm.tune.trials.outcomes import Budget, CheckLonger, Prove, RunTrial, TrialResult, digest_of
+from frameworm.tune.trials.outcomes import Budget, CheckLonger, Failure, Prove, RunTrial, TrialResult, digest_of
 from frameworm.tune.trials.quality_check import QualityChecker
 
 _ALL = "everything was tried"
@@ -104,7 +104,7 @@ class Search:
         try:
             baseline = self._challenge.measure_start()
             if baseline.failure is not None:
-                return self._ended(f"the config itself fails: {baseline.failure.reason}")
+                return self._ended(_no_start(baseline.failure))
             self._leap()
             self._turn_all()
             self._turn_together()
@@ -391,6 +391,16 @@ class Search:
         self.result.stopped = why
         self._challenge.report(why)
         return self.result
+
+
+def _no_start(failure: Failure) -> str:
+    """Why there is nothing to compare with."""
+    if failure.kind == "hang":
+        return (
+            f"the config as it is was {failure.reason}; give a larger --budget, or let `frameworm doctor` say what "
+            "else uses this machine"
+        )
+    return f"the config itself fails: {failure.reason}"
 
 
 def search_name(context: Context) -> str:
