@@ -8,6 +8,8 @@ CELLS ?= 1000
 SEED ?= 1
 # Of the slow tests: 2/3 is the second third of them.
 PART ?= 1/1
+# More options for the tests, such as --reruns 2 on a machine that others use too.
+PYTEST_OPTIONS ?=
 # One more than there are cores: many tests wait for processes to start or for delays they injected.
 JOBS ?= $(shell echo $$(( $$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2) + 1 )))
 
@@ -56,18 +58,19 @@ check: $(STAMP)  ## before a commit, under a minute: ruff, mypy, the rules of th
 	wait $$types || failed=1; cat "$$log"; exit $$failed
 
 test: $(STAMP)  ## the tests that take seconds at most, in parallel: some minutes
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not timing and not cluster" tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_OPTIONS) -n $(JOBS) --dist worksteal \
+	  -m "not slow and not timing and not cluster" tests
 
 # The files with tests of a kind: reading all others first takes minutes.
 having = $$(grep -rlE "mark\.($(1))\b" tests --include='test_*.py')
 
 test-slow: $(STAMP)  ## the others, one case of each, clusters beside them; what measures delays last, alone: half an hour
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; export OMP_NUM_THREADS=1; \
-	$(BIN)/python -m pytest -m "cluster and not long and not timing" $(call having,cluster) > "$$log" 2>&1 & cluster=$$!; \
-	failed=0; $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --slow-cases 1 --slow-part $(PART) \
+	$(BIN)/python -m pytest $(PYTEST_OPTIONS) -m "cluster and not long and not timing" $(call having,cluster) > "$$log" 2>&1 & \
+	cluster=$$!; failed=0; $(BIN)/python -m pytest $(PYTEST_OPTIONS) -n $(JOBS) --dist worksteal --slow-cases 1 --slow-part $(PART) \
 	  -m "slow and not long and not timing and not cluster" $(call having,slow) || failed=1; \
 	wait $$cluster || failed=1; cat "$$log"; exit $$failed
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m timing $(call having,timing)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_OPTIONS) -m timing $(call having,timing)
 
 equivalence: $(STAMP)  ## train 250 ways beside a plain loop and write docs/equivalence.md: about ten minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/equivalence/table.py
@@ -75,7 +78,7 @@ equivalence: $(STAMP)  ## train 250 ways beside a plain loop and write docs/equi
 kernels: $(STAMP)  ## the tests of the Triton kernels where there is no GPU, in triton's interpreter
 	@test -d .venv/triton || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --target .venv/triton triton==3.9.0
-	@PYTHONPATH=.venv/triton TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) \
+	@PYTHONPATH=.venv/triton TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_OPTIONS) -q -n $(JOBS) \
 	  $$(grep -l triton_here -r tests --include='test_*.py')
 
 lint: $(STAMP)  ## ruff, mypy (strict) and the rules of the house
