@@ -1,6 +1,6 @@
 """Each trick of the engine switched off alone: on the workload it was made for, and on a model nobody here wrote.
 
-    PYTHONPATH=src python benchmarks/ablation.py --zoo FOLDER                     # the CPU part: ten minutes
+    PYTHONPATH=src python benchmarks/ablation.py --zoo FOLDER                     # the CPU part: about an hour
     PYTHONPATH=src python benchmarks/ablation.py --part gpu --zoo FOLDER
 
 For every case two processes train the same model on the same data from the same weights, one with the trick and one

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from delays import Link, Slow, median
+from one_gpu import join_on_one_gpu
 from torch import nn
 from torch.utils.data import DataLoader
 from workbench import Steps, classification, mlp, parameters
 
 from frameworm import RunRecord, Trainer
-from frameworm.launch.process_group import cleanup, shared_store
 from frameworm.parallel import replicated
 from frameworm.parallel.replicated import DDPStrategy
 from frameworm.records.schema import StepRecord
@@ -45,21 +43,8 @@ def _train(model: nn.Module, number: int = 100) -> tuple[RunRecord, list[StepRec
 
 
 def _group(backend: str, rank: int, world_size: int) -> None:
-    """Two ranks of NCCL on one GPU: each must believe to be on a host of its own."""
     if backend == "nccl":
-        store = shared_store("nccl")
-        assert store is not None
-        cleanup()
-        os.environ["NCCL_HOSTID"] = f"host-{rank}"
-        torch.cuda.set_device(0)
-        dist.init_process_group(
-            "nccl",
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=60),
-            device_id=torch.device("cuda", 0),
-        )
+        join_on_one_gpu(rank, world_size)
     # So that a group that cannot be formed says so here.
     one = torch.ones(1, device="cuda")
     dist.all_reduce(one)

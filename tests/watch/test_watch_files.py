@@ -25,7 +25,7 @@ def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
     portion = follower.read(0)
     assert [line.text for line in portion.lines] == [b"two", b"three"]
     assert [line.offset for line in portion.lines] == [4, 8]
-    assert not portion.anew
+    assert not portion.restarted
 
 
 @pytest.mark.parametrize("change", ["replaced", "shortened", "rewritten", "removed"])
@@ -45,10 +45,10 @@ def test_a_file_that_is_not_the_same_is_read_anew(tmp_path: Path, change: str) -
     else:
         path.unlink()
     portion = follower.read(0)
-    assert portion.anew
+    assert portion.restarted
     expected = path.read_bytes().splitlines() if path.exists() else []
     assert [line.text for line in portion.lines] == expected
-    assert not follower.read(0).anew
+    assert not follower.read(0).restarted
 
 
 def test_a_file_that_comes_later(tmp_path: Path) -> None:
@@ -140,7 +140,11 @@ def test_a_backlog_is_read_as_a_sample_and_then_every_line(tmp_path: Path) -> No
     with path.open("a") as file:
         file.write("way\nnew\n")
     portion = follower.read(0)
-    assert ([line.text for line in portion.lines], portion.weight, portion.anew) == ([b"halfway", b"new"], 1.0, False)
+    assert ([line.text for line in portion.lines], portion.weight, portion.restarted) == (
+        [b"halfway", b"new"],
+        1.0,
+        False,
+    )
     path.write_text("other\n")
     portion = follower.read(0)
-    assert ([line.text for line in portion.lines], portion.anew, follower.thinning) == ([b"other"], True, 1.0)
+    assert ([line.text for line in portion.lines], portion.restarted, follower.thinning) == ([b"other"], True, 1.0)

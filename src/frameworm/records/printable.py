@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from abc import ABC, abstractmethod
 from typing import Any
 
 _KEPT = "\n\t"  # kept although not printable
@@ -34,18 +35,18 @@ def _escaped(letter: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-class Shown:
+class Shown(ABC):
     """A result with a short repr instead of everything that it holds."""
 
     __slots__ = ()
 
+    @abstractmethod
     def in_words(self) -> list[str]:
         """The lines to show; the first says most."""
-        raise NotImplementedError
 
+    @abstractmethod
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-ready data: what the verb of the command line prints with `--json`."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         return printable("\n".join(self.in_words()))

@@ -92,13 +92,13 @@ class Portion(NamedTuple):
 
     Attributes:
         lines: Complete lines; a line that is still being written is left for the next portion.
-        anew: The file was replaced or truncated, so everything read before is invalid.
+        restarted: The file was replaced or truncated, so everything read before is invalid.
         behind: Bytes of the file left to read.
         weight: How many lines of the file each of these stands for; more than one if only a sample is read.
     """
 
     lines: list[Line]
-    anew: bool
+    restarted: bool
     behind: int
     weight: float = 1.0
 
@@ -137,14 +137,14 @@ class Follower:
             with self._inside.open(self.path) as file:
                 return self._read(file, max(most_bytes, MOST_LINE_BYTES))
         except OSError:
-            anew = self.offset > 0
+            restarted = self.offset > 0
             self._forget()
-            return Portion([], anew, 0)
+            return Portion([], restarted, 0)
 
     def _read(self, file: BinaryIO, most_bytes: int) -> Portion:
         status = os.fstat(file.fileno())
-        anew = self.offset > 0 and not self._goes_on(file, status)
-        if anew:
+        restarted = self.offset > 0 and not self._goes_on(file, status)
+        if restarted:
             self._forget()
         if self._identity is None and self._backlog_bytes is not None and status.st_size > self._backlog_bytes:
             self._blocks.extend(blocks(status.st_size, self._backlog_bytes))
@@ -153,7 +153,7 @@ class Follower:
         self._identity = (status.st_dev, status.st_ino)
         self.size = status.st_size
         if self._blocks:
-            return self._read_block(file, anew)
+            return self._read_block(file, restarted)
         file.seek(self.offset)
         data = file.read(most_bytes)
         end = data.rfind(b"\n") + 1
@@ -164,9 +164,9 @@ class Follower:
             lines = self._split(data[:end])
         self._fingerprint = (self._fingerprint + data[:end])[-_FINGERPRINT_BYTES:]
         self.offset += end
-        return Portion(lines, anew, max(0, status.st_size - self.offset) if end else 0)
+        return Portion(lines, restarted, max(0, status.st_size - self.offset) if end else 0)
 
-    def _read_block(self, file: BinaryIO, anew: bool) -> Portion:
+    def _read_block(self, file: BinaryIO, restarted: bool) -> Portion:
         """The lines that begin in the next block of the sample; after the last block, reading continues normally."""
         begin, end = self._blocks.popleft()
         file.seek(max(0, begin - 1))
@@ -181,9 +181,9 @@ class Follower:
         self._fingerprint = data[-_FINGERPRINT_BYTES:]
         weight = self.thinning
         if self._blocks:
-            return Portion(lines, anew, round(sum(end - begin for begin, end in self._blocks) * weight), weight)
+            return Portion(lines, restarted, round(sum(end - begin for begin, end in self._blocks) * weight), weight)
         self._skip_to_last(file)
-        return Portion(lines, anew, max(0, self._backlog_end - self.offset), weight)
+        return Portion(lines, restarted, max(0, self._backlog_end - self.offset), weight)
 
     def _skip_to_last(self, file: BinaryIO) -> None:
         """Skip to the last complete line of the original backlog, unless a block contained it."""

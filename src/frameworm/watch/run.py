@@ -290,7 +290,7 @@ class WatchedRun:
         file = self._step_files[rank]
         portion = file.read(PORTION_BYTES)
         leads = rank == min(self._step_files)
-        if portion.anew:
+        if portion.restarted:
             self.ranks.pop(rank, None)
             if leads:
                 self.events.clear()
@@ -305,7 +305,7 @@ class WatchedRun:
                 self.ranks[rank].add(step, portion.weight, follows=follows, counts=counts)
                 follows = True
         self._left[rank] = portion.behind
-        self.version += bool(portion.lines or portion.anew)
+        self.version += bool(portion.lines or portion.restarted)
         return portion.behind > 0
 
     def _rank_bins(self) -> int:
@@ -314,7 +314,7 @@ class WatchedRun:
     def _read_samples(self, rank: int) -> bool:
         """Read a portion of a rank's machine samples; returns whether there are more."""
         portion = self._system_files[rank].read(PORTION_BYTES)
-        if portion.anew:
+        if portion.restarted:
             self.system.pop(rank, None)
         if portion.lines and rank not in self.system:
             self.system[rank] = SystemIndex()
@@ -322,7 +322,7 @@ class WatchedRun:
             sample = parse_sample(line.text)
             if sample is not None:
                 self.system[rank].add(sample)
-        self.version += bool(portion.lines or portion.anew)
+        self.version += bool(portion.lines or portion.restarted)
         return portion.behind > 0
 
     def _samples_factor(self, first: RankIndex) -> float:

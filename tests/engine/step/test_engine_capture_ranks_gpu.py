@@ -7,13 +7,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from one_gpu import join_on_one_gpu
 from sharding_cases import whole_values
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -24,7 +24,6 @@ from frameworm.distributed import OptimizedDataLoader
 from frameworm.engine.optim.schedule import Schedule
 from frameworm.engine.step.capture import CapturedStep
 from frameworm.errors import TrainingPreemptedError
-from frameworm.launch.process_group import cleanup, shared_store
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,23 +32,6 @@ pytestmark = [
 
 Ranks = Callable[..., list[Any]]
 STEPS, MICRO, BAD = 30, 4, 20
-
-
-def _join(rank: int, world_size: int) -> None:
-    """A group of NCCL on one GPU: each rank must believe to be on a host of its own."""
-    store = shared_store("nccl")
-    assert store is not None
-    cleanup()
-    os.environ["NCCL_HOSTID"] = f"host-{rank}"
-    torch.cuda.set_device(0)
-    dist.init_process_group(
-        "nccl",
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
-        device_id=torch.device("cuda", 0),
-    )
 
 
 def _net(seed: int = 3, dropout: float = 0.2) -> nn.Module:
@@ -117,7 +99,7 @@ CASES += [{"strategy": "ddp", "mixed_precision": "fp16", "compression": method} 
 
 
 def _compared(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[Any]:
-    _join(rank, world_size)
+    join_on_one_gpu(rank, world_size)
     found: list[Any] = []
     for case in cases:
         data = _data(world_size, case.get("accumulation", 1))
@@ -155,7 +137,7 @@ def test_four_ranks(run_ranks: Ranks) -> None:
 
 
 def _automatic(rank: int, world_size: int) -> Any:
-    _join(rank, world_size)
+    join_on_one_gpu(rank, world_size)
     model, eager = _net(), _net()
     record, steps = _train(model, classification(800), capture="auto", strategy="ddp")
     _train(eager, classification(800), capture="off", strategy="ddp")
@@ -171,7 +153,7 @@ def test_what_is_sent_inside_a_graph_is_seen(run_ranks: Ranks) -> None:
 
 
 def _observed(rank: int, world_size: int) -> Any:
-    _join(rank, world_size)
+    join_on_one_gpu(rank, world_size)
     record, steps = _train(_net(), classification(4000), strategy="ddp")
     return record, [step for step in steps[30:] if step.phases]
 
@@ -212,7 +194,7 @@ class Breaks(Asks):
 
 
 def _asked(rank: int, world_size: int) -> Any:
-    _join(rank, world_size)
+    join_on_one_gpu(rank, world_size)
     found = []
     for kind in (Asks, Breaks):
         model = kind(asks=rank == 1)
@@ -247,7 +229,7 @@ class Own(IterableDataset[Any]):
 
 def _uneven(rank: int, world_size: int) -> Any:
     """A loader of torch whose last batch is short on one rank only, and one with a batch of odd shape."""
-    _join(rank, world_size)
+    join_on_one_gpu(rank, world_size)
     inputs, target = classification(400).tensors
     first, second = _net(), _net()
     record, steps = _train(first, DataLoader(TensorDataset(inputs[:398], target[:398]), MICRO), strategy="ddp")
@@ -287,7 +269,7 @@ class Leaves(Callback):
 
 
 def _left(rank: int, world_size: int, how: str, folder: str) -> None:
-    _join(rank, world_size)
+    join_on_one_gpu(rank, world_size)
     callbacks = [Leaves(how)] if rank == 1 else []
     _train(
         _net(), classification(80_000), strategy="ddp", callbacks=callbacks, watchdog_s=4, run_dir=Path(folder) / "run"
@@ -313,7 +295,7 @@ class Preempted(Callback):
 
 
 def _resumed(rank: int, world_size: int, folder: str) -> Any:
-    _join(rank, world_size)
+    join_on_one_gpu(rank, world_size)
     data = classification(150 * MICRO * world_size)
     whole, part, resumed = _net(), _net(), _net(seed=9)
     _train(whole, data, strategy="ddp", run_dir=Path(folder) / "whole")
@@ -331,7 +313,7 @@ def test_preempted_and_resumed(run_ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _alone(rank: int, world_size: int) -> Any:
-    _join(rank, world_size)
+    join_on_one_gpu(rank, world_size)
     captured: list[int] = []
     usual = CapturedStep._record
 
